@@ -1,0 +1,169 @@
+"""Load the frozen base model and its tokenizer, from the hub, a folder or the built-in model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from mola.demo import MODEL_DIR
+from mola.settings import ModelSource
+
+DEMO_NAME = "built-in demonstration model"
+
+
+def display_name(source: ModelSource) -> str:
+    """Return the model's name as people know it."""
+    return DEMO_NAME if source.name is None else source.name
+
+
+def load_config(source: ModelSource) -> Any:
+    """Load the model's configuration alone.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    with _readable_errors(source):
+        return AutoConfig.from_pretrained(_path(source), **_arguments(source))
+
+
+def num_layers(source: ModelSource) -> int:
+    """Read the number of layers from the model's configuration, without its weights.
+
+    Raises:
+        ValueError: If there is no such model, or it is no decoder-only model with numbered layers.
+    """
+    config = load_config(source)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(config, "num_hidden_layers", None)
+    if getattr(config, "is_encoder_decoder", False) or not layers:
+        raise ValueError(
+            f"model {display_name(source)!r} ({config.model_type}) is no decoder-only model with "
+            "numbered layers"
+        )
+    return int(layers)
+
+
+def max_positions(source: ModelSource) -> int | None:
+    """Read the longest context, in tokens; None where the model sets no limit."""
+    config = load_config(source)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(config, "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer.
+
+    Raises:
+        ValueError: If there is no such model, or it has no tokenizer.
+    """
+    with _readable_errors(source):
+        return AutoTokenizer.from_pretrained(_path(source), **_arguments(source))
+
+
+def load_model(source: ModelSource, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load the base model, frozen and in evaluation mode.
+
+    Args:
+        source: What to load. `auto` as dtype is bfloat16 on a GPU that has it, else float32.
+        device: Where the weights go; `auto` shards them over the visible GPUs.
+
+    Raises:
+        ValueError: If there is no such model, or it cannot be read.
+    """
+    place = {"device_map": "auto"} if device == "auto" else {}
+    with _readable_errors(source):
+        model = AutoModelForCausalLM.from_pretrained(
+            _path(source), dtype=_dtype(source.dtype, device), **place, **_arguments(source)
+        )
+    assert isinstance(model, PreTrainedModel)
+    if not place:
+        nn.Module.to(model, device)
+    return nn.Module.eval(model.requires_grad_(False))
+
+
+def checkpoint_activations(model: PreTrainedModel, enable: bool) -> None:
+    """Switch gradient checkpointing, in the form that keeps adapters' gradients, on or off.
+
+    Transformers 5 renamed it on the way to 6; both names are served.
+    """
+    if enable:
+        switch = getattr(model, "activation_checkpointing_enable", None)
+        (switch or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    else:
+        switch = getattr(model, "activation_checkpointing_disable", None)
+        (switch or model.gradient_checkpointing_disable)()
+        model.disable_input_require_grads()  # type: ignore[no-untyped-call]
+
+
+def model_fingerprint(source: ModelSource) -> str:
+    """Return a short hash that changes when the model does.
+
+    Of a folder: its configuration and tokenizer, and size and beginning of each file of weights.
+    Of a hub model: the commit.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    config = load_config(source)
+    digest = hashlib.sha256()
+    folder = Path(_path(source))
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path.suffix in {".json", ".safetensors", ".bin", ".model"} and path.is_file():
+                digest.update(f"{path.name} {path.stat().st_size} ".encode())
+                with path.open("rb") as handle:
+                    digest.update(handle.read(1 << 20))
+    else:
+        commit = getattr(config, "_commit_hash", None)
+        digest.update(json.dumps([source.name, commit]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _path(source: ModelSource) -> str:
+    return str(MODEL_DIR) if source.name is None else source.name
+
+
+def _arguments(source: ModelSource) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
+    if source.revision is not None:
+        arguments["revision"] = source.revision
+    return arguments
+
+
+def _dtype(name: str, device: str | torch.device) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    on_gpu = torch.device("cuda" if device == "auto" else device).type == "cuda"
+    if on_gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+@contextmanager
+def _readable_errors(source: ModelSource) -> Iterator[None]:
+    """Turn whatever a failed load raises into one line that says which model and why."""
+    try:
+        yield
+    except Exception as error:
+        if source.name is not None and not Path(source.name).exists():
+            hint = "no such folder here, and it cannot be had from the Hugging Face hub"
+        else:
+            hint = "it is there, but cannot be loaded"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"model {display_name(source)!r}: {hint} ({reason})") from error

@@ -1,0 +1,212 @@
+"""Compute one adapted linear layer: a frozen base layer plus a routed mixture of LoRA experts.
+
+Notation: B batch · T tokens · N experts of this layer · K = min(top_k, N) · r rank of an expert ·
+d_in, d_out features of the base layer.
+
+All experts of a layer are stacked, so that there is no loop over experts and no host
+synchronisation: A is [N * r, d_in], Bm is [d_out, N * r], and the layer is
+`W_0 x + (lora_alpha / r) * Bm (g ⊙ (A dropout(x)))`, where g repeats each expert's gate r times and
+is zero outside the token's top K.
+
+Source: MoLA, arXiv 2402.08562, equations 3 and 4. The softmax over all experts, cut to the top K
+and divided by its sum, equals the softmax over the top K logits, which is what is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from mola.config import MolaConfig
+from mola.routing import Routing, balance_loss
+
+
+def gates(logits: Tensor, top_k: int) -> Tensor:
+    """Return each expert's share of each token.
+
+    Args:
+        logits: [..., N], router outputs in float32.
+        top_k: Experts that a token is sent to, at most N.
+
+    Returns:
+        [..., N]: zero outside the top k; each row sums to 1.
+    """
+    if top_k >= logits.shape[-1]:
+        return logits.softmax(dim=-1)
+    top, index = logits.topk(top_k, dim=-1)  # [..., K]
+    return torch.zeros_like(logits).scatter(-1, index, top.softmax(dim=-1))
+
+
+class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
+    """Wrap a linear layer with N LoRA experts and a router.
+
+    With one expert there is no router and the layer is PEFT's LoRA of rank r.
+
+    Args:
+        base_layer: The frozen linear layer (`nn.Linear`, Transformers' `Conv1D`, quantised or not).
+        adapter_name: PEFT's name of the adapter.
+        config: The adapter's configuration.
+        num_experts: N of this layer, at least 1.
+        key: Name of the module in the model, from which its experts' initial weights follow.
+        routing: What the adapter's layers share during a forward pass.
+    """
+
+    adapter_layer_names = ("lora_A", "lora_B", "lora_router")
+    other_param_names = ("num_experts", "top_k", "r", "scaling", "lora_dropout", "aux_coef")
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: MolaConfig,
+        num_experts: int,
+        key: str,
+        routing: Routing,
+    ) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.key = key
+        self.in_features, self.out_features = linear_shape(base_layer)
+        self.lora_A = nn.ModuleDict()
+        self.lora_B = nn.ModuleDict()
+        self.lora_router = nn.ModuleDict()
+        self.lora_dropout = nn.ModuleDict()
+        self.num_experts: dict[str, int] = {}
+        self.top_k: dict[str, int] = {}
+        self.r: dict[str, int] = {}
+        self.scaling: dict[str, float] = {}
+        self.aux_coef: dict[str, float] = {}
+        self.routing = routing
+        self.balance: Tensor | None = None
+        self.add_adapter(adapter_name, config, num_experts)
+        self.train(base_layer.training)
+
+    def add_adapter(self, adapter_name: str, config: MolaConfig, num_experts: int) -> None:
+        """Add fresh experts under a name; B is zero, so the layer's output does not change."""
+        rank = num_experts * config.r
+        self.num_experts[adapter_name] = num_experts
+        self.top_k[adapter_name] = min(config.top_k, num_experts)
+        self.r[adapter_name] = config.r
+        self.scaling[adapter_name] = config.lora_alpha / config.r
+        self.aux_coef[adapter_name] = config.router_aux_loss_coef
+        self.lora_dropout[adapter_name] = (
+            nn.Dropout(config.lora_dropout) if config.lora_dropout > 0 else nn.Identity()
+        )
+        self.lora_A[adapter_name] = _empty_linear(self.in_features, rank)
+        self.lora_B[adapter_name] = _empty_linear(rank, self.out_features)
+        if num_experts > 1:
+            self.lora_router[adapter_name] = _empty_linear(self.in_features, num_experts)
+        seed = torch.initial_seed() if config.init_seed is None else config.init_seed
+        self.reset_adapter(adapter_name, seed)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    @torch.no_grad()
+    def reset_adapter(self, adapter_name: str, seed: int) -> None:
+        """Draw the initial weights: A and router Kaiming-uniform (a = sqrt 5), B zero.
+
+        Each expert has a generator of its own, seeded by (seed, module, expert), so that two
+        allocations share the weights of the experts that both have.
+
+        Source: GCYZSL/MoLA, `Linear_MoE.reset_parameters`, for the distribution.
+        """
+        A = _weight(self.lora_A[adapter_name])
+        if A.device.type == "meta":
+            return
+        r = self.r[adapter_name]
+        bound = 1 / math.sqrt(self.in_features)  # what Kaiming-uniform with a = sqrt 5 comes to
+        routers = self.lora_router
+        router = _weight(routers[adapter_name]) if adapter_name in routers else None
+        for expert in range(self.num_experts[adapter_name]):
+            generator = torch.Generator().manual_seed(_expert_seed(seed, self.key, expert))
+            A[expert * r : (expert + 1) * r].uniform_(-bound, bound, generator=generator)
+            if router is not None:
+                router[expert].uniform_(-bound, bound, generator=generator)
+        _weight(self.lora_B[adapter_name]).zero_()
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the mixture's output to the base layer's.
+
+        Args:
+            x: [..., d_in].
+            *args: Passed on to the base layer.
+            **kwargs: Passed on to the base layer.
+
+        Returns:
+            [..., d_out], in the base layer's output dtype.
+        """
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters:
+            return result
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                result = result + self._mixture(x, name).to(result.dtype)
+        return result
+
+    def _mixture(self, x: Tensor, name: str) -> Tensor:
+        A, Bm = _weight(self.lora_A[name]), _weight(self.lora_B[name])
+        x_dropped = self.lora_dropout[name](x)
+        if not torch.is_autocast_enabled(x.device.type):
+            x_dropped = x_dropped.to(A.dtype)
+        h = F.linear(x_dropped, A)  # [..., N * r]
+        if self.num_experts[name] > 1:
+            share = self._route(x, name)
+            if self.scaling[name] != 1:
+                share = share * self.scaling[name]
+            experts = h.view(*h.shape[:-1], self.num_experts[name], self.r[name])
+            h = (experts * share.to(h.dtype).unsqueeze(-1)).flatten(-2)
+        else:
+            h = h * self.scaling[name]
+        return F.linear(h, Bm)
+
+    def _route(self, x: Tensor, name: str) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight = _weight(self.lora_router[name])
+            logits = F.linear(x.to(weight.dtype), weight)  # [..., N], float32 unless asked for more
+            share = gates(logits, self.top_k[name])
+            if self.training and self.aux_coef[name] > 0:
+                self.balance = balance_loss(logits, share, self.routing.token_mask)
+        if self.routing.record is not None:
+            self.routing.record.add(self.key, logits, share, self.routing.token_mask)
+        return share
+
+
+def linear_shape(layer: nn.Module) -> tuple[int, int]:
+    """Return (d_in, d_out) of a linear layer.
+
+    Raises:
+        ValueError: If the module is no linear layer.
+    """
+    if isinstance(layer, nn.Linear):  # the quantised ones are subclasses
+        return layer.in_features, layer.out_features
+    if isinstance(layer, Conv1D):
+        return layer.weight.shape[0], layer.weight.shape[1]
+    raise ValueError(
+        f"MoLA adapts linear layers, but {type(layer).__name__} is none; narrow `target_modules`"
+    )
+
+
+def _empty_linear(d_in: int, d_out: int) -> nn.Linear:
+    # skip_init: the weights are written by `reset_adapter`, and the global generator stays as it is
+    linear: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+        nn.Linear, d_in, d_out, bias=False
+    )
+    return linear
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _expert_seed(seed: int, key: str, expert: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{key}/{expert}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,99 @@
+"""Hold the settings of a fine-tune as plain data.
+
+No torch here: the command line, the study's record and the workers exchange these objects, and
+`dataclasses.asdict` turns each into JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Name a frozen base model and how it is loaded.
+
+    Attributes:
+        name: Hugging Face id or local folder; None is the built-in demonstration model.
+        revision: Branch, tag or commit on the hub; None is the hub's default.
+        dtype: Dtype of the frozen weights, one of `DTYPES`. `auto` is bfloat16 on a GPU that has
+            it and float32 elsewhere.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+
+    name: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}"
+        )
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Everything about a MoLA adapter but its allocation.
+
+    Attributes:
+        r: Rank of each expert.
+        lora_alpha: The adapter's output is scaled by `lora_alpha / r`.
+        lora_dropout: Probability with which an input of an expert is dropped in training.
+        target_modules: Suffixes of the adapted modules; None is every linear layer of the blocks.
+        top_k: Experts that a token is sent to (all of a layer's, where it has fewer).
+        router_aux_loss_coef: Weight of the balance loss; 0 turns it off.
+    """
+
+    r: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.05
+    target_modules: tuple[str, ...] | None = None
+    top_k: int = 2
+    router_aux_loss_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A fine-tune's length, batch and optimizer. The seed is passed beside it.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch_size: Rows per optimizer step, over all processes.
+        micro_batch: Rows per forward pass; None is the whole batch. Gradients are accumulated.
+        learning_rate: Peak of a linear warm-up and linear decay to zero.
+        warmup_steps: Steps of warm-up; None is a tenth of `steps`, at most 100.
+        max_grad_norm: Gradients are clipped to this norm.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+    """
+
+    steps: int = 40
+    batch_size: int = 8
+    micro_batch: int | None = None
+    learning_rate: float = 1e-3
+    warmup_steps: int | None = None
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, f"steps={self.steps}: a fine-tune needs at least 1 step")
+        _require(self.batch_size >= 1, f"batch_size={self.batch_size} must be at least 1")
+        _require(
+            self.micro_batch is None or 1 <= self.micro_batch <= self.batch_size,
+            f"micro_batch={self.micro_batch} must be between 1 and batch_size={self.batch_size}",
+        )
+        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up in force."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return min(100, self.steps // 10)
