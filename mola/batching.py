@@ -67,15 +67,24 @@ def collate(records: Sequence[Mapping[str, Any]], device: torch.device | str) ->
 def answer_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Run the model and return its logits at the answer tokens, [n, V], in float32."""
     mask = {} if tuner(model) is None else {"token_mask": batch.real}
-    with _head_at(model, batch.predicts) as gathered:
+    with head_at(model, batch.predicts) as gathered:
         logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **mask).logits
-    if not gathered:  # a model that does not call its head as a module
-        logits = logits[batch.predicts]
+    if not gathered:
+        raise TypeError(f"{type(model).__name__} does not call its head as a module")
     return logits.float()
 
 
 @contextmanager
-def _head_at(model: nn.Module, positions: Tensor) -> Iterator[list[bool]]:
+def head_at(model: nn.Module, positions: Tensor) -> Iterator[list[bool]]:
+    """Make the model compute its logits at the positions alone.
+
+    Args:
+        model: With an output embedding, `DistributedDataParallel` or not.
+        positions: [B, T], true where logits are wanted.
+
+    Yields:
+        A list that has an entry once the head was called: the logits are then [n, V].
+    """
     gathered: list[bool] = []
 
     def pick(head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

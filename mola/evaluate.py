@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +18,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from mola.batching import answer_logits, collate
+from mola.choices import answer_log_probs, share_a_prompt
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,14 @@ def evaluate(
     records = list(data)
     # [candidates, 3]: log-likelihood, answer tokens, whether all of them are the likeliest
     scores = torch.zeros(len(records), 3, dtype=torch.float64)
-    batches = _by_length([len(record["input_ids"]) for record in records], batch_tokens)
-    for indices in batches[accelerator.process_index :: accelerator.num_processes]:
+    units = _units(records)
+    lengths = [sum(len(records[i]["input_ids"]) for i in unit) for unit in units]
+    batches = _by_length(lengths, batch_tokens)
+    for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+        indices = [i for number in batch for i in units[number]]
+        rows = [[records[i] for i in units[number]] for number in batch]
         with torch.inference_mode():
-            batch = collate([records[i] for i in indices], accelerator.device)
-            scores[indices] = _score(answer_logits(model, batch), batch.targets, batch.rows).cpu()
+            scores[indices] = _score(model, rows, accelerator.device).cpu()
     scores = accelerator.reduce(scores.to(accelerator.device), reduction="sum").cpu()
     if not bool(scores.isfinite().all()):
         raise FloatingPointError("a log-likelihood of the evaluation is not finite")
@@ -69,14 +74,29 @@ def evaluate(
     return _over_tokens(scores)
 
 
-def _score(logits: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-    """Sum up a batch per candidate: [B, 3] as in `evaluate`, in float64."""
-    candidates = int(rows.max()) + 1
-    log_p = logits.log_softmax(dim=-1)
-    picked = log_p.gather(1, targets[:, None])[:, 0].double()  # [n]
-    wrong = (logits.argmax(dim=-1) != targets).double()
-    sums = torch.zeros(candidates, 3, dtype=torch.float64, device=logits.device)
-    sums.index_add_(0, rows, torch.stack([picked, torch.ones_like(picked), wrong], dim=1))
+def _units(records: list[Any]) -> list[list[int]]:
+    """Group the candidates' indices by what is scored together: rows that share a prompt."""
+    by_row: dict[int, list[int]] = {}
+    for index, record in enumerate(records):
+        by_row.setdefault(record["row"], []).append(index)
+    if all(share_a_prompt([records[i] for i in row]) for row in by_row.values()):
+        return list(by_row.values())
+    return [[index] for index in range(len(records))]
+
+
+def _score(model: nn.Module, rows: list[list[Any]], device: torch.device) -> Tensor:
+    """Score the candidates of some rows: [candidates, 3] as in `evaluate`, in float64."""
+    shared = answer_log_probs(model, rows, device) if len(rows[0]) > 1 else None
+    candidates = [record for row in rows for record in row]
+    if shared is None:
+        batch = collate(candidates, device)
+        log_p = answer_logits(model, batch).log_softmax(dim=-1)
+        picked = log_p.gather(1, batch.targets[:, None])[:, 0]  # [n]
+        shared = picked, log_p.argmax(dim=-1) == batch.targets, batch.rows
+    picked, likeliest, candidate = shared
+    columns = [picked.double(), torch.ones_like(picked).double(), (~likeliest).double()]
+    sums = torch.zeros(len(candidates), 3, dtype=torch.float64, device=picked.device)
+    sums.index_add_(0, candidate, torch.stack(columns, dim=1))
     sums[:, 2] = (sums[:, 2] == 0).double()
     return sums
 
