@@ -52,6 +52,8 @@ def evaluate(
     Raises:
         FloatingPointError: If a log-likelihood is not finite.
     """
+    # DistributedDataParallel would wait for processes that have fewer batches
+    model = getattr(model, "module", model)
     model.eval()
     records = list(data)
     # [candidates, 3]: log-likelihood, answer tokens, whether all of them are the likeliest

@@ -99,13 +99,13 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.lora_dropout[adapter_name] = (
             nn.Dropout(config.lora_dropout) if config.lora_dropout > 0 else nn.Identity()
         )
-        self.lora_A[adapter_name] = _empty_linear(self.in_features, rank)
-        self.lora_B[adapter_name] = _empty_linear(rank, self.out_features)
+        like = self.get_base_layer()
+        self.lora_A[adapter_name] = _empty_linear(self.in_features, rank, like)
+        self.lora_B[adapter_name] = _empty_linear(rank, self.out_features, like)
         if num_experts > 1:
-            self.lora_router[adapter_name] = _empty_linear(self.in_features, num_experts)
+            self.lora_router[adapter_name] = _empty_linear(self.in_features, num_experts, like)
         seed = torch.initial_seed() if config.init_seed is None else config.init_seed
         self.reset_adapter(adapter_name, seed)
-        self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @torch.no_grad()
@@ -126,9 +126,12 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         router = _weight(routers[adapter_name]) if adapter_name in routers else None
         for expert in range(self.num_experts[adapter_name]):
             generator = torch.Generator().manual_seed(_expert_seed(seed, self.key, expert))
-            A[expert * r : (expert + 1) * r].uniform_(-bound, bound, generator=generator)
+            fresh = torch.empty(r + 1, self.in_features).uniform_(
+                -bound, bound, generator=generator
+            )
+            A[expert * r : (expert + 1) * r] = fresh[:r]
             if router is not None:
-                router[expert].uniform_(-bound, bound, generator=generator)
+                router[expert] = fresh[r]
         _weight(self.lora_B[adapter_name]).zero_()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -193,11 +196,14 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     )
 
 
-def _empty_linear(d_in: int, d_out: int) -> nn.Linear:
-    # skip_init: the weights are written by `reset_adapter`, and the global generator stays as it is
-    linear: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
-        nn.Linear, d_in, d_out, bias=False
-    )
+def _empty_linear(d_in: int, d_out: int, like: nn.Module) -> nn.Linear:
+    """Make a linear layer on another's device, in float32 or wider, without drawing weights.
+
+    The weights are written by `reset_adapter`; the global generator stays as it is.
+    """
+    dtype = torch.float64 if _weight(like).dtype == torch.float64 else torch.float32
+    linear = nn.Linear(d_in, d_out, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.empty(d_out, d_in, dtype=dtype, device=_weight(like).device))
     return linear
 
 

@@ -114,6 +114,8 @@ def get_mola_model(
     """
     if seed is not None:
         config.init_seed = seed
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.name_or_path or None
     try:
         with warnings.catch_warnings():
             # PEFT 0.21 asks Transformers 5 for a property that has a new name

@@ -116,6 +116,7 @@ def test_a_saved_adapter_loads_back_with_equal_logits(
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["experts"] == [
         1, 0, 3, 5,
     ]  # fmt: skip
+    assert str(tiny_model_dir) in (tmp_path / "adapter/README.md").read_text()
     detach(model)
     assert torch.equal(logits(load_mola_model(tiny_model_dir, tmp_path / "adapter")), expected)
     fresh = load_model(ModelSource(str(tiny_model_dir)))
