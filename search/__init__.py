@@ -1,0 +1,1 @@
+"""Decide which allocation is trained next, run it, and say what was found."""

@@ -1,0 +1,259 @@
+"""Give the commands their common parts: option groups, help by section, one-line errors.
+
+Nothing heavy is imported here, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from mola.settings import DTYPES
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+class UserError(click.ClickException):
+    """A mistake of the person at the command line: one line, exit status 2."""
+
+    exit_code = USAGE_ERROR
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn the libraries' ValueError, and trouble with files, into a one-line error."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Say an exception in one line; its type where it has no words of its own."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Option(click.Option):
+    """An option that belongs to a section of the help."""
+
+    def __init__(self, *args: Any, section: str = "Other", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose help has sections and whose errors are one line on stderr."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, section by section, in the order of their declaration."""
+        sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections[getattr(param, "section", "Other")].append(record)
+        for section, records in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(records)
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> NoReturn:
+        """Run the command and leave: its status is the callback's int, 0 for None."""
+        kwargs["standalone_mode"] = False
+        try:
+            status = super().main(args, *rest, **kwargs)
+        except click.ClickException as error:
+            click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(INTERRUPTED)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+class CommaList(click.ParamType[tuple[Any, ...]]):
+    """A list written with commas (`a,b`), or `none`; configuration files may use their own lists.
+
+    Args:
+        item: type of the items, int or str.
+    """
+
+    def __init__(self, item: type[int] | type[str]) -> None:
+        self.item = item
+        self.name = "n,n,..." if item is int else "name,name,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """Give a tuple; `none` and the empty list are the empty tuple."""
+        if isinstance(value, str):
+            text = value.strip()
+            value = [] if text == "none" else [part.strip() for part in text.split(",")]
+        elif self.item is int and any(type(part) is not int for part in value):
+            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
+        try:
+            items = tuple(self.item(part) for part in value)
+        except ValueError:
+            self.fail(f"{','.join(map(str, value))!r} is not a list of whole numbers", param, ctx)
+        if "" in items:
+            self.fail("an item of the list is empty", param, ctx)
+        return items
+
+
+def option(section: str, *names: str, **kwargs: Any) -> Callable[[CommandT], CommandT]:
+    """Declare an option in a section of the help; its default is shown."""
+    kwargs.setdefault("show_default", kwargs.get("default") is not None)
+    return click.option(*names, cls=Option, section=section, **kwargs)
+
+
+def group(*options: Callable[[Any], Any]) -> Callable[[CommandT], CommandT]:
+    """Join options into one decorator that keeps their order."""
+
+    def decorate(command: CommandT) -> CommandT:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return decorate
+
+
+positive = click.IntRange(min=1)
+rate = click.FloatRange(min=0, min_open=True)
+
+model_options = group(
+    option(
+        "Model",
+        "--model",
+        metavar="ID|DIR",
+        help="Frozen base model: a Hugging Face id or a local folder.  "
+        "[default: the built-in demonstration model]",
+    ),
+    option("Model", "--revision", help="Branch, tag or commit of a model on the hub."),
+    option(
+        "Model",
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="auto",
+        help="Dtype of the frozen weights; auto: bfloat16 on GPUs that have it, else float32.",
+    ),
+    option(
+        "Model",
+        "--trust-remote-code",
+        is_flag=True,
+        help="Let code that comes with the model run on this machine.",
+    ),
+)
+
+data_options = group(
+    option(
+        "Data",
+        "--data",
+        metavar="DIR|ID",
+        help="Folder with train, validation and maybe test files (JSON Lines, JSON, CSV, "
+        "Parquet), a folder saved by datasets, or a hub id.  [default: the built-in task]",
+    ),
+    option(
+        "Data",
+        "--prompt-template",
+        metavar="TEXT|chat",
+        help="Text with {instruction} and {input}; chat: the tokenizer's chat template.  "
+        "[default: Alpaca's without input]",
+    ),
+    option(
+        "Data",
+        "--max-length",
+        type=positive,
+        default=256,
+        help="Longest row in tokens; longer prompts are cut, answers never.",
+    ),
+    option(
+        "Data",
+        "--validation-rows",
+        type=positive,
+        default=300,
+        help="Most rows of the validation split that are evaluated.",
+    ),
+)
+
+adapter_options = group(
+    option(
+        "Adapter",
+        "--target-modules",
+        type=CommaList(str),
+        help="Suffixes of the adapted modules.  [default: all linear layers of the blocks]",
+    ),
+    option("Adapter", "--r", type=positive, default=8, help="Rank of each expert."),
+    option(
+        "Adapter",
+        "--lora-alpha",
+        type=rate,
+        default=16.0,
+        help="An adapter's output is scaled by lora-alpha / r.",
+    ),
+    option(
+        "Adapter",
+        "--lora-dropout",
+        type=click.FloatRange(0, 1, max_open=True),
+        default=0.05,
+        help="Probability with which an expert's input is dropped.",
+    ),
+    option("Adapter", "--top-k", type=positive, default=2, help="Experts that a token is sent to."),
+    option(
+        "Adapter",
+        "--router-aux-loss-coef",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        help="Weight of the balance loss; 0: off.",
+    ),
+)
+
+training_options = group(
+    option(
+        "Training",
+        "--batch-size",
+        type=positive,
+        default=8,
+        help="Rows per optimizer step.",
+    ),
+    option(
+        "Training",
+        "--micro-batch",
+        type=positive,
+        help="Rows per forward pass, to save memory; gradients add up.  [default: batch-size]",
+    ),
+    option(
+        "Training",
+        "--learning-rate",
+        type=rate,
+        default=1e-3,
+        help="Peak of a linear warm-up and decay.",
+    ),
+    option(
+        "Training",
+        "--gradient-checkpointing",
+        is_flag=True,
+        help="Compute activations twice to save memory.",
+    ),
+)
+
+study_options = group(
+    option(
+        "Study",
+        "--root",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("runs"),
+        help="Folder of the studies.",
+    ),
+    option(
+        "Study",
+        "--storage",
+        metavar="URL",
+        help="Optuna storage.  [default: SQLite in ROOT/STUDY/study.db]",
+    ),
+)

@@ -1,0 +1,176 @@
+"""Choose who runs again, name the winner, and say what the fresh seeds support."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from mola.allocation import Allocation
+from search.priors.named import named, named_allocations
+from studies.spec import StudySpec
+from studies.stats import compare
+from studies.store import TrialRecord
+
+CONFIDENCE = 0.95
+
+Values = Mapping[Allocation, Mapping[int, float]]
+
+
+def fresh_seeds(spec: StudySpec, count: int) -> tuple[int, ...]:
+    """Give the seeds of the replicates, none of which selection has seen."""
+    return tuple(spec.seed + k for k in range(1, count + 1))
+
+
+def candidates(records: Sequence[TrialRecord], spec: StudySpec, finalists: int) -> list[Allocation]:
+    """Choose the allocations to run again: the best finished ones and the named ones.
+
+    Args:
+        records: the study's trials.
+        spec: what the study is about.
+        finalists: how many of the best are chosen; named ones among them do not come on top.
+
+    Returns:
+        Distinct allocations that finished at the study's own seed; uniform first, so that it is
+        measured before what is compared with it.
+    """
+    own = {
+        allocation: seeds[spec.seed]
+        for allocation, seeds in measured(records).items()
+        if spec.seed in seeds
+    }
+    ranked = sorted(own, key=lambda allocation: (own[allocation], allocation))
+    baselines = [a for a in named_allocations(spec.budget) if a in own]
+    return list(dict.fromkeys([*baselines, *ranked[:finalists]]))
+
+
+def measured(records: Sequence[TrialRecord]) -> dict[Allocation, dict[int, float]]:
+    """Collect the objectives of trials at full length, by allocation and seed."""
+    values: dict[Allocation, dict[int, float]] = defaultdict(dict)
+    for record in records:
+        if record.state == "COMPLETE" and record.objective is not None:
+            values[record.allocation].setdefault(record.seed, record.objective)
+    return dict(values)
+
+
+def conclude(
+    records: Sequence[TrialRecord], spec: StudySpec, *, confirm_seeds: int
+) -> dict[str, Any]:
+    """Name the winner and say whether it is better than uniform.
+
+    The winner has the best mean over the study's own seed and all fresh ones, among the
+    allocations that finished on each of them. Its difference to uniform and the interval rest on
+    the fresh seeds alone, which selection has not seen; the intervals of all these allocations
+    hold together (Bonferroni), as any of them might have won.
+
+    Args:
+        records: the study's trials.
+        spec: what the study is about.
+        confirm_seeds: number of fresh seeds.
+
+    Returns:
+        JSON-able: `text`; `winner`, the number of its trial, None if nothing finished; `better`,
+        whether the interval excludes zero; `confidence`; `fresh_seeds`; and `table`, best mean
+        first, a row per allocation: `experts`, `names`, `trial`, `mean` and `standard_error` over
+        `seeds` seeds, `accuracy`, and the paired `difference`, `low`, `high` (None: unknown).
+    """
+    values = measured(records)
+    fresh = fresh_seeds(spec, confirm_seeds)
+    confirmed = {a: v for a, v in values.items() if {spec.seed, *fresh} <= set(v)}
+    field = confirmed or {a: v for a, v in values.items() if spec.seed in v}
+    fresh = fresh if confirmed else ()
+    uniform = named("5555", spec.budget)
+    table = [_row(a, records, spec, (spec.seed, *fresh)) for a in field]
+    table.sort(key=lambda row: (row["mean"], row["experts"]))
+    differences = _differences(field, uniform, fresh)
+    for row in table:
+        row.update(differences.get(Allocation(row["experts"]), _UNKNOWN))
+    better = bool(table) and table[0]["high"] is not None and table[0]["high"] < 0
+    return {
+        "text": _verdict(table, uniform, fresh, spec.objective),
+        "winner": table[0]["trial"] if table else None,
+        "better": better,
+        "confidence": CONFIDENCE,
+        "fresh_seeds": list(fresh),
+        "table": table,
+    }
+
+
+_UNKNOWN: dict[str, float | None] = {"difference": None, "low": None, "high": None}
+
+
+def _differences(
+    field: Values, uniform: Allocation, fresh: Sequence[int]
+) -> dict[Allocation, dict[str, float | None]]:
+    """Compare every allocation with uniform on the fresh seeds; empty where that cannot be."""
+    if uniform not in field or not fresh:
+        return {}
+    on_fresh = {a: {s: by_seed[s] for s in fresh} for a, by_seed in field.items()}
+    return {
+        c.allocation: {
+            "difference": c.difference,
+            "low": _finite(c.low),
+            "high": _finite(c.high),
+        }
+        for c in compare(on_fresh, uniform, confidence=CONFIDENCE)
+    }
+
+
+def _row(
+    allocation: Allocation, records: Sequence[TrialRecord], spec: StudySpec, seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Sum up an allocation's trials on the seeds, each of which it finished on."""
+    trials: dict[int, TrialRecord] = {}
+    for record in records:
+        if record.state == "COMPLETE" and record.allocation == allocation:
+            trials.setdefault(record.seed, record)
+    objectives = [_measured(trials[seed].objective) for seed in seeds]
+    several = len(seeds) > 1
+    return {
+        "experts": list(allocation.experts),
+        "names": list(named_allocations(spec.budget).get(allocation, ())),
+        "trial": trials[spec.seed].number,
+        "mean": fmean(objectives),
+        "standard_error": stdev(objectives) / math.sqrt(len(seeds)) if several else None,
+        "seeds": len(seeds),
+        "accuracy": fmean(_measured(trials[seed].accuracy) for seed in seeds),
+    }
+
+
+def _verdict(
+    table: Sequence[Mapping[str, Any]], uniform: Allocation, fresh: Sequence[int], unit: str
+) -> str:
+    """Say in a sentence what the numbers support, and no more."""
+    if not table:
+        return "no allocation finished"
+    winner = table[0]
+    if not fresh:
+        return "not compared with uniform: no allocation was run again on fresh seeds"
+    if winner["experts"] == list(uniform.experts):
+        return f"uniform itself has the best mean of {len(table)} allocations"
+    if winner["difference"] is None:
+        return "not compared with uniform, which did not finish on all seeds"
+    if winner["low"] is None:
+        return "not distinguishable from uniform: one fresh seed gives no interval"
+    numbers = (
+        f"{CONFIDENCE:.0%} interval [{winner['low']:+.4f}, {winner['high']:+.4f}], "
+        f"{len(fresh)} fresh seeds"
+    )
+    if winner["high"] < 0:
+        return f"better than uniform by {-winner['difference']:.4f} {unit}, {numbers}"
+    return (
+        f"not distinguishable from uniform: {winner['difference']:+.4f} {unit} on the fresh "
+        f"seeds, {numbers}"
+    )
+
+
+def _measured(value: float | None) -> float:
+    """A complete trial has its numbers; the store sees to it."""
+    assert value is not None
+    return value
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

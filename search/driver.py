@@ -1,0 +1,322 @@
+"""Drive a search: ask the study what comes next, keep the pool busy, record what happened.
+
+Free of Ray and torch: the workers stand behind `Pool`. The study is the only memory, so a driver
+that was killed is followed by one that goes on from the study alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from mola.allocation import Allocation
+from mola.events import Event, Finished, Rung, Step
+from search.conclude import candidates, conclude, fresh_seeds
+from search.pool import Failed, Job, Pool, PoolError
+from search.priors.named import named_allocations
+from search.sampler import BudgetExhausted
+from search.updates import Ended, Note, Phase, Progress, Started, Update
+from studies import encoding, store
+from studies.spec import StudySpec
+
+POLL_SECONDS = 0.5
+"""Longest wait for an event, and so the longest that a request to stop goes unnoticed."""
+
+
+class StopRequestedError(RuntimeError):
+    """A stop was requested."""
+
+
+class TooManyFailuresError(RuntimeError):
+    """So many trials failed in a row that the next would, too."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How far a search goes.
+
+    Attributes:
+        trials: Distinct allocations to be measured or pruned, named ones included.
+        finalists: The best so many allocations are run again on fresh seeds.
+        confirm_seeds: Number of fresh seeds; 0 leaves the winner unconfirmed.
+        max_failures: The search stops after so many failures in a row.
+    """
+
+    trials: int
+    finalists: int = 3
+    confirm_seeds: int = 3
+    max_failures: int = 5
+
+
+@dataclass
+class _Run:
+    """A trial that is running; `rungs` maps steps to objectives."""
+
+    trial: optuna.Trial
+    job: Job
+    label: str
+    began: float
+    rungs: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
+class Driver:
+    """The loop between a study and a pool.
+
+    Args:
+        study: its sampler proposes allocations of `spec.budget`, its pruner judges rungs.
+        spec: what the study is about.
+        open_pool: starts the workers; called only if there is something to run.
+        rules: how far to go.
+        notify: told of everything that happens, for display.
+        stop_requested: asked between events; True ends the search.
+
+    Attributes:
+        goal: Distinct allocations to be measured, at most as many as the budget has.
+        started: Trials that this driver started.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        spec: StudySpec,
+        open_pool: Callable[[], Pool],
+        rules: Rules,
+        *,
+        notify: Callable[[Update], None] = lambda update: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.study = study
+        self.spec = spec
+        self.rules = rules
+        self.goal = min(rules.trials, spec.budget.size())
+        self.started = 0
+        self.notify = notify
+        self.stop_requested = stop_requested
+        self._open_pool = open_pool
+        self._pool: Pool | None = None
+        self._running: dict[int, _Run] = {}
+        self._done: set[Allocation] = set()
+        self._failures = 0
+        self._exhausted = False
+        self._distributions = encoding.distributions(spec.budget)
+
+    def run(self) -> dict[str, Any]:
+        """Search, confirm and conclude, from wherever the study stands.
+
+        Returns:
+            The conclusion, which is also recorded in the study.
+
+        Raises:
+            StopRequestedError: a stop was requested.
+            TooManyFailuresError: trials failed `max_failures` times in a row.
+            PoolError: no worker can be started.
+        """
+        try:
+            self._prepare()
+            self._work(propose=True)
+            self._enqueue_replicates()
+            self._work(propose=False)
+            return self._conclude()
+        except (StopRequestedError, TooManyFailuresError, PoolError) as error:
+            for number in list(self._running):
+                self._interrupt(number, str(error))
+            raise
+        finally:
+            if self._pool is not None:
+                self._pool.close()
+
+    def _prepare(self) -> None:
+        """Put right what a killed driver left, and enqueue the named allocations."""
+        lost = store.reconcile(self.study)
+        if lost:
+            self.notify(Note(f"{lost} trials that an earlier run left unfinished start again"))
+        self._done = {
+            record.allocation
+            for record in store.records(self.study)
+            if record.state in ("COMPLETE", "PRUNED") and record.label != store.REPLICATE
+        }
+        for allocation, names in named_allocations(self.spec.budget).items():
+            waiting = self._waiting()
+            if allocation in self._done or any(allocation == r.allocation for r in waiting):
+                continue
+            if self._room(waiting) <= 0:
+                left_out = ", ".join(names)
+                self.notify(Note(f"--trials {self.rules.trials} leaves no room for {left_out}"))
+                continue
+            label = f"named {','.join(names)}"
+            store.enqueue(self.study, allocation, label=label, seed=self.spec.seed)
+
+    def _room(self, waiting: list[store.TrialRecord]) -> int:
+        """Count the allocations that may still be proposed; those under way are taken."""
+        if self._exhausted:
+            return 0
+        under_way = [(run.label, run.job.allocation) for run in self._running.values()]
+        under_way += [(record.label, record.allocation) for record in waiting]
+        taken = {allocation for label, allocation in under_way if label != store.REPLICATE}
+        return self.goal - len(self._done | taken)
+
+    def _waiting(self) -> list[store.TrialRecord]:
+        """Read which trials are enqueued, by whomever."""
+        if not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            return []
+        return [r for r in store.records(self.study) if r.state == "WAITING"]
+
+    def _due(self, propose: bool) -> bool:
+        """Whether another trial should start."""
+        waiting = self._waiting()
+        return bool(waiting) or (propose and self._room(waiting) > 0)
+
+    def _work(self, propose: bool) -> None:
+        """Run trials until none is due: those that wait, and fresh proposals if so told."""
+        if self._pool is None and self._due(propose):
+            self._pool = self._open_pool()
+        pool = self._pool
+        self._announce(propose)
+        while pool is not None and (self._running or self._due(propose)):
+            if self.stop_requested():
+                raise StopRequestedError("stopped by the user")
+            while pool.idle and self._due(propose):
+                self._start_next(pool)
+            for number, event in pool.poll(POLL_SECONDS):
+                self._handle(pool, number, event)
+
+    def _start_next(self, pool: Pool) -> None:
+        """Ask for a trial, check it, give it to a worker, and only then write its parameters.
+
+        Each parameter is a transaction of its own in Optuna's storages, so that writing all of
+        them takes as long as some training steps. If the driver is killed in between, an enqueued
+        allocation is still in the queue's record, and a proposal was not worth keeping.
+        """
+        enqueued = {record.number: record.allocation for record in self._waiting()}
+        trial = self.study.ask()
+        try:
+            allocation = enqueued.get(trial.number) or encoding.from_params(trial.relative_params)
+        except BudgetExhausted as error:
+            self._exhausted = True
+            self._refuse(trial, str(error))
+            return
+        except ValueError as error:  # nothing completes what someone else enqueued in part
+            self._refuse(trial, str(error))
+            self._strike(str(error))
+            return
+        label = trial.user_attrs.get("label", store.SEARCH)
+        job = Job(trial.number, allocation, trial.user_attrs.get("seed", self.spec.seed))
+        self._running[job.number] = _Run(trial, job, label, time.monotonic())
+        fits = allocation in self.spec.budget  # no sampler has seen what someone else enqueued
+        if fits:
+            self.started += 1
+            pool.start(job)
+        store.mark(trial, label=label, seed=job.seed)
+        for name, range_ in self._distributions.items():
+            trial.suggest_int(name, range_.low, range_.high)
+        self.notify(Started(job, label))
+        if not fits or encoding.from_params(trial.params) != allocation:
+            pool.stop(job.number)
+            self._fail(job.number, Failed(f"{allocation} is not in the budget", retry=False))
+
+    def _refuse(self, trial: optuna.Trial, reason: str) -> None:
+        """End a trial that was asked for and cannot run."""
+        store.fail(self.study, trial, reason, retry=False)
+        self.notify(Note(reason))
+
+    def _handle(self, pool: Pool, number: int, event: Event | Failed) -> None:
+        """Record what happened to a trial; what comes after its end is ignored."""
+        run = self._running.get(number)
+        if run is None:
+            return
+        if isinstance(event, Failed):
+            self._count_failure(number, event)
+        elif not math.isfinite(event.loss if isinstance(event, Step) else event.objective):
+            pool.stop(number)
+            what = "training loss" if isinstance(event, Step) else "objective"
+            reason = f"the {what} is not a finite number at step {event.step}"
+            self._count_failure(number, Failed(reason, retry=False))
+        elif isinstance(event, Finished):
+            store.complete(self.study, run.trial, event)
+            self._end(number, "COMPLETE", event.objective)
+        elif isinstance(event, Rung):
+            self._judge(pool, run, event)
+        else:
+            self.notify(Progress(number, event))
+
+    def _judge(self, pool: Pool, run: _Run, rung: Rung) -> None:
+        """Record a rung once, and let the trial go on or prune it."""
+        number = run.job.number
+        if rung.step not in run.rungs:
+            run.rungs[rung.step] = rung.objective
+            run.trial.report(rung.objective, rung.step)
+            self.notify(Progress(number, rung))
+            if run.label == store.SEARCH and run.trial.should_prune():
+                pool.stop(number)
+                store.prune(self.study, run.trial)
+                self._end(number, "PRUNED", rung.objective)
+                return
+        pool.resume(number)
+
+    def _end(self, number: int, state: str, objective: float) -> None:
+        run = self._running.pop(number)
+        self._failures = 0
+        if run.label != store.REPLICATE:
+            self._done.add(run.job.allocation)
+        self.notify(Ended(run.job, run.label, state, objective, run.seconds))
+
+    def _count_failure(self, number: int, failed: Failed) -> None:
+        self._fail(number, failed)
+        self._strike(failed.reason)
+
+    def _strike(self, reason: str) -> None:
+        self._failures += 1
+        if self._failures >= self.rules.max_failures:
+            raise TooManyFailuresError(
+                f"{self._failures} trials failed in a row, the last one: {reason}"
+            )
+
+    def _fail(self, number: int, failed: Failed) -> None:
+        run = self._running.pop(number)
+        store.fail(self.study, run.trial, failed.reason, retry=failed.retry)
+        self.notify(Ended(run.job, run.label, "FAIL", None, run.seconds, failed.reason))
+
+    def _interrupt(self, number: int, reason: str) -> None:
+        """End a trial for a reason that lies outside it; its allocation waits for the next run."""
+        run = self._running.pop(number)
+        store.interrupt(self.study, run.trial, reason)
+        self.notify(Ended(run.job, run.label, "FAIL", None, run.seconds, reason))
+
+    def _enqueue_replicates(self) -> None:
+        """Ask for the finalists and the named allocations on fresh seeds; those done stay done.
+
+        Seed by seed, so that an interrupted confirmation has complete blocks to compare.
+        """
+        again = candidates(store.records(self.study), self.spec, self.rules.finalists)
+        for seed in fresh_seeds(self.spec, self.rules.confirm_seeds):
+            for allocation in again:
+                store.enqueue(self.study, allocation, label=store.REPLICATE, seed=seed)
+
+    def _conclude(self) -> dict[str, Any]:
+        """Name the winner and say what is known about it."""
+        conclusion = conclude(
+            store.records(self.study), self.spec, confirm_seeds=self.rules.confirm_seeds
+        )
+        store.set_conclusion(self.study, conclusion)
+        return conclusion
+
+    def _announce(self, propose: bool) -> None:
+        """Tell the listeners which phase begins and how much of it is done."""
+        workers = self._pool.size if self._pool is not None else 0
+        if propose:
+            self.notify(Phase("search", len(self._done), self.goal, workers))
+        else:
+            replicates = [r for r in store.records(self.study) if r.label == store.REPLICATE]
+            done = sum(r.state == "COMPLETE" for r in replicates)
+            open_ = sum(r.state in ("WAITING", "RUNNING") for r in replicates)
+            self.notify(Phase("confirmation", done, done + open_, workers))

@@ -1,0 +1,78 @@
+"""Decide how many workers share a machine or a cluster, and what each one gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MOST_CPU_WORKERS = 4
+"""Each worker holds the whole model, so many cores do not mean as many workers."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The workers of a pool, all alike.
+
+    Attributes:
+        workers: Number of workers.
+        gpus: GPUs of each; a fraction shares one.
+        cpus: CPU cores that each reserves.
+        threads: Threads that torch may use in each.
+    """
+
+    workers: int
+    gpus: float
+    cpus: float
+    threads: int
+
+    @property
+    def device(self) -> str:
+        """Where a worker puts its model: `cpu`, `cuda`, or `auto` for several GPUs."""
+        if self.gpus == 0:
+            return "cpu"
+        return "auto" if self.gpus > 1 else "cuda"
+
+
+def plan_layout(
+    nodes: Sequence[Mapping[str, float]],
+    workers: int | None = None,
+    gpus_per_worker: float | None = None,
+) -> Layout:
+    """Share the nodes' resources out to workers.
+
+    With GPUs: as many workers as fit, one GPU each unless told otherwise. Without: one worker per
+    core, at most four, because a small model gains more from a second trial than from a second
+    thread, while every worker costs the memory of one model.
+
+    Args:
+        nodes: resources of each node, `CPU` and `GPU` as Ray counts them.
+        workers: number of workers; None decides by the rule above.
+        gpus_per_worker: GPUs of each worker; None is one where there are GPUs.
+
+    Raises:
+        ValueError: the workers do not fit.
+    """
+    cores = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
+    gpus = sum(node.get("GPU", 0) for node in nodes)
+    share = (1.0 if gpus else 0.0) if gpus_per_worker is None else gpus_per_worker
+    if share > 1 and share != int(share):
+        raise ValueError(f"--gpus-per-worker {share:g}: use a whole number, or a part of one GPU")
+    if share == 0:
+        count = workers or min(cores, MOST_CPU_WORKERS)
+        return Layout(count, 0, cores / count, max(1, cores // count))
+    fits = sum(_fit(int(node.get("GPU", 0)), share) for node in nodes)
+    if fits < (workers or 1):
+        raise ValueError(
+            f"{workers or 1} workers with {share:g} GPUs each do not fit on {gpus:g} GPUs "
+            f"({fits} do); change --workers or --gpus-per-worker"
+        )
+    count = workers or fits
+    return Layout(count, share, 0, max(1, cores // count))
+
+
+def _fit(gpus: int, share: float) -> int:
+    """Count the workers that a node's GPUs hold; a fraction never spans two of them."""
+    if share >= 1:
+        return gpus // int(share)
+    return gpus * math.floor(1 / share + 1e-9)  # 1 / 0.1 may come out below 10

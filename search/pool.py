@@ -1,0 +1,80 @@
+"""Say what the driver asks of workers, whatever runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mola.allocation import Allocation
+from mola.events import Event
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told to train.
+
+    Attributes:
+        number: Number of the trial in the study.
+        allocation: Experts per layer.
+        seed: Seed of the data order, dropout and fresh weights.
+    """
+
+    number: int
+    allocation: Allocation
+    seed: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of a trial that broke.
+
+    Attributes:
+        reason: One line.
+        retry: Whether another try may end differently.
+    """
+
+    reason: str
+    retry: bool = True
+
+
+class PoolError(RuntimeError):
+    """No worker is left and none can be started."""
+
+
+class Pool(Protocol):
+    """Workers that run one trial each.
+
+    The events of a trial come in order. After a `Rung` the trial waits for `resume` or `stop`;
+    `Finished` and `Failed` end it and free its worker.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of workers: idle, busy, and on their way up."""
+
+    @property
+    def idle(self) -> int:
+        """Number of workers that can start a trial now."""
+
+    def start(self, job: Job) -> None:
+        """Start a trial on an idle worker; trouble comes as an event, not as an exception."""
+
+    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed]]:
+        """Wait until something happened, at most so long.
+
+        Returns:
+            (number of the trial, event), in order per trial; empty when only the number of idle
+            workers changed or the time is up.
+
+        Raises:
+            PoolError: no worker is left and none can be started.
+        """
+
+    def resume(self, number: int) -> None:
+        """Let a trial go on after a rung."""
+
+    def stop(self, number: int) -> None:
+        """End a trial before its time; later events of it may be ignored."""
+
+    def close(self) -> None:
+        """End all workers and whatever they run."""

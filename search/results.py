@@ -1,0 +1,127 @@
+"""Print what a search found, and what can be done with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mola.allocation import Allocation
+from search.bars import chart
+from search.plan import Settings
+from studies.spec import StudySpec
+from studies.storage import mask
+
+
+def print_results(
+    console: Console, conclusion: Mapping[str, Any], settings: Settings, spec: StudySpec, url: str
+) -> None:
+    """Print the winner, the comparison, the files and the commands to go on with.
+
+    Args:
+        console: on stdout.
+        conclusion: see `search.conclude`.
+        settings: in force, with the study's name.
+        spec: what the study is about.
+        url: of the storage.
+    """
+    winner = conclusion["table"][0]
+    allocation = Allocation(winner["experts"])
+
+    def say(text: str = "") -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"Winner: trial {winner['trial']}{_called(winner)}")
+    say(f"  {allocation}")
+    say(f"  {conclusion['text']}")
+    say()
+    say(chart(allocation, console.encoding))
+    say()
+    console.print(_comparison(conclusion))
+    seeds = f"{winner['seeds']} seeds, +- standard error" if winner["seeds"] > 1 else "one seed"
+    say(f"  objective: validation loss in {spec.objective}, lower is better; mean of {seeds}")
+    if conclusion["fresh_seeds"]:
+        fresh = ", ".join(map(str, conclusion["fresh_seeds"]))
+        say(
+            f"  to uniform: paired difference on the fresh seeds {fresh}, with intervals that "
+            f"hold together at {conclusion['confidence']:.0%}"
+        )
+    say()
+    for name, text in commands(settings, url).items():
+        say(f"{name + ':':<11}{text}")
+
+
+def commands(settings: Settings, url: str) -> dict[str, str]:
+    """Give where the files are, and the commands that use them."""
+    folder = study_folder(settings)
+    name = str(settings.study)
+    where = [] if settings.root == Path("runs") else ["--root", str(settings.root)]
+    where += [] if settings.storage is None else ["--storage", mask(settings.storage)]
+    exported = folder / "allocation.json"
+    data = [] if settings.data is None else ["--data", settings.data]
+    return {
+        "Files": f"{exported}, trials.csv, config.toml" + (", study.db" if _is_here(url) else ""),
+        "Dashboard": _command("optuna-dashboard", mask(url)),
+        "Export": _module("export", "--study", name, *where, "--out", "winner.json"),
+        "Retrain": _module(
+            "retrain", "--allocation", str(exported), *data, "--out", str(folder / "adapter")
+        ),
+        "Go on": f"{_module('run', '--config', str(folder / 'config.toml'))} "
+        f"--trials {2 * settings.trials}",
+    }
+
+
+def study_folder(settings: Settings) -> Path:
+    """Give the folder of the study's files."""
+    return settings.root / str(settings.study)
+
+
+def continue_command(settings: Settings) -> str:
+    """Give the command that goes on with the study."""
+    return _module("run", "--config", str(study_folder(settings) / "config.toml"))
+
+
+def _comparison(conclusion: Mapping[str, Any]) -> Table:
+    """Put the winner, the named allocations and the other finalists side by side."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=True)
+    table.add_column("")
+    for heading in ("allocation", "objective", "accuracy", "to uniform", "interval"):
+        left = heading == "allocation"
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not left)
+    confirmed = bool(conclusion["fresh_seeds"])
+    for place, row in enumerate(conclusion["table"]):
+        if not (confirmed or row["names"] or place == 0):
+            continue
+        error = row["standard_error"]
+        is_reference = "5555" in row["names"]
+        known = row["difference"] is not None and not is_reference
+        bounded = known and row["low"] is not None
+        table.add_row(
+            "*" if place == 0 else "",
+            "uniform" if is_reference else ",".join(row["names"]) or f"trial {row['trial']}",
+            f"{row['mean']:.4f}" + (f" +- {error:.4f}" if error is not None else ""),
+            f"{row['accuracy']:.1%}",
+            f"{row['difference']:+.4f}" if known else "",
+            f"[{row['low']:+.4f}, {row['high']:+.4f}]" if bounded else "",
+        )
+    return table
+
+
+def _called(row: Mapping[str, Any]) -> str:
+    return f" ({', '.join(row['names'])})" if row["names"] else ""
+
+
+def _is_here(url: str) -> bool:
+    return url.startswith("sqlite:")
+
+
+def _module(name: str, *arguments: str) -> str:
+    return _command("python", "-m", f"search.{name}", *arguments)
+
+
+def _command(*words: str) -> str:
+    return shlex.join(words)

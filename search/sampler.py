@@ -1,0 +1,105 @@
+"""The sampler that searches allocations, and the choice of samplers by name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import optuna
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from mola.allocation import Allocation, ExpertBudget
+from search.history import History, all_trials, read_history
+from search.joint import BudgetExhausted, JointSampler, remaining
+from search.projected import ProjectedSampler, UniformSampler
+from search.proposal import propose
+from search.surrogate import FeatureMap, fit
+
+__all__ = [
+    "SAMPLERS",
+    "BudgetExhausted",
+    "BudgetSampler",
+    "make_sampler",
+    "posterior_means",
+    "remaining",
+]
+
+SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")
+_NEEDS = {"gp": "scipy", "cmaes": "cmaes"}  # packages that Optuna leaves to its users
+
+
+class BudgetSampler(JointSampler):
+    """Search a budget for its best allocation in tens of noisy trials.
+
+    Proposals come from a Gaussian process that knows what layers and experts are: diminishing
+    returns, depth, interactions, noise and seeds, each to the degree that the study's trials show
+    (search/surrogate.py, search/proposal.py). Pruned trials count by what their last rung predicts,
+    running and waiting ones as results that will come. Trials that share an allocation but not the
+    user attribute `seed` are repeated measurements.
+
+    Args:
+        budget: the allowed allocations.
+        seed: of the random part of proposals; None draws one.
+    """
+
+    def propose(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        history: History,
+        among: ExpertBudget,
+        rng: np.random.Generator,
+    ) -> Allocation:
+        """Propose by the model."""
+        return propose(
+            self.budget, history.observations, history.pending, history.taken, rng, among
+        )
+
+
+def posterior_means(study: Study, budget: ExpertBudget) -> dict[Allocation, float]:
+    """Estimate the objective of every measured allocation with the noise taken out.
+
+    Returns:
+        The model's mean per allocation, in the study's units and at the level of the commonest
+        seed; empty without a finished trial.
+    """
+    history = read_history(all_trials(study), budget, study.direction)
+    if not history.measured:
+        return {}
+    model = fit(FeatureMap(budget), history.observations)
+    sign = -1.0 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1.0
+    means = sign * model.mean(history.observations.counts)
+    return {a: float(mean) for a, mean in zip(history.measured, means, strict=True)}
+
+
+def make_sampler(name: str, budget: ExpertBudget, seed: int | None) -> JointSampler:
+    """Make a sampler by its name on the command line.
+
+    Args:
+        name: one of SAMPLERS: `budget`, a stock Optuna sampler projected onto the budget, or
+            `random`, uniform over the budget.
+        budget: the allowed allocations.
+        seed: of the sampler; None draws one.
+
+    Raises:
+        ValueError: the name is unknown, or the sampler needs a package that is not installed.
+    """
+    if name == "budget":
+        return BudgetSampler(budget, seed=seed)
+    if name == "random":
+        return UniformSampler(budget, seed=seed)
+    if name not in SAMPLERS:
+        raise ValueError(f"unknown sampler {name!r}; expected one of {', '.join(SAMPLERS)}")
+    package = _NEEDS.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"the sampler {name!r} needs the package {package}; pip install {package}, or choose "
+            "another sampler"
+        )
+    base = {
+        "tpe": optuna.samplers.TPESampler,
+        "gp": optuna.samplers.GPSampler,
+        "cmaes": optuna.samplers.CmaEsSampler,
+    }[name](seed=seed)
+    return ProjectedSampler(base, budget, seed=seed)

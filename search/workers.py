@@ -1,0 +1,376 @@
+"""Run trials in Ray actors: each holds the frozen base model and trains one adapter at a time.
+
+The only file that imports Ray, and only once a pool is opened.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+from mola.allocation import Allocation
+from mola.events import Event, Finished, Rung
+from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from search.layout import Layout, plan_layout
+from search.pool import Failed, Job, PoolError
+
+if TYPE_CHECKING:
+    from mola.data import TaskData
+
+SLICE_SECONDS = 1.0
+"""How long a worker trains before it reports: the beat of the progress display."""
+
+MOST_FAILED_STARTS = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all trials of a search share.
+
+    Attributes:
+        model: The frozen base model.
+        adapter: The adapter but its allocation.
+        train: Length, batch and optimizer.
+        rungs: Steps at which a trial is evaluated on the way.
+    """
+
+    model: ModelSource
+    adapter: AdapterSettings
+    train: TrainSettings
+    rungs: tuple[int, ...]
+
+
+class ProxyWorker:
+    """Run trials one after the other on one base model; lives in a process of its own.
+
+    Args:
+        task: what all trials share.
+        data: the tokenised rows; Ray hands them over without a copy per worker.
+        device: see `Layout.device`.
+        threads: threads of torch.
+    """
+
+    def __init__(self, task: Task, data: TaskData, device: str, threads: int) -> None:
+        self._task = task
+        self._data = data
+        self._device = device
+        self._threads = threads
+        self._model: Any = None
+        self._accelerator: Any = None
+        self._trial: Generator[Event, None, None] | None = None
+
+    def load(self) -> int:
+        """Load the base model, once for all trials.
+
+        Returns:
+            The process id.
+        """
+        import torch
+        from accelerate import Accelerator
+
+        import mola.trial  # noqa: F401  # so that the first trial does not pay for it
+        from mola.base import load_model
+
+        torch.set_num_threads(self._threads)
+        self._model = load_model(self._task.model, self._device)
+        halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        on_cpu = self._device == "cpu"
+        precision = "no" if on_cpu else halves.get(self._model.dtype, "no")
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
+        gc.freeze()  # what is here stays, so that no collection between trials looks at it again
+        return os.getpid()
+
+    def start(self, allocation: Allocation, seed: int, max_seconds: float) -> list[Event]:
+        """Begin a trial; see `advance`."""
+        from mola.trial import run_trial
+
+        trial = run_trial(
+            self._model,
+            self._data,
+            allocation,
+            self._task.adapter,
+            self._task.train,
+            seed=seed,
+            accelerator=self._accelerator,
+            rungs=self._task.rungs,
+        )
+        self._trial = cast(Generator[Event, None, None], trial)
+        return self.advance(max_seconds)
+
+    def advance(self, max_seconds: float) -> list[Event]:
+        """Go on with the trial until a rung, its end, or the time is up.
+
+        Args:
+            max_seconds: wall clock; the step under way is finished.
+        """
+        if self._trial is None:
+            raise RuntimeError("no trial is running")
+        deadline = time.monotonic() + max_seconds
+        events = []
+        for event in self._trial:
+            events.append(event)
+            if isinstance(event, Finished):
+                self.stop()
+            if isinstance(event, (Rung, Finished)) or time.monotonic() >= deadline:
+                return events
+        raise RuntimeError("the trial ended without a result")
+
+    def stop(self) -> None:
+        """End the trial, if there is one, and take its adapter off the base model."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.close()
+
+
+class _State(Enum):
+    """What a worker is doing; in LOADING, RUNNING and STOPPING a call to it is under way."""
+
+    LOADING = 1
+    IDLE = 2
+    RUNNING = 3
+    AT_RUNG = 4
+    STOPPING = 5
+
+
+@dataclass
+class _Worker:
+    actor: Any
+    state: _State
+    call: Any  # the ObjectRef of the call under way, else None
+    job: Job | None = None
+    pid: int = 0  # known once it has loaded
+
+
+class RayPool:
+    """A pool of `ProxyWorker` actors; implements `search.pool.Pool`.
+
+    A worker that dies, or whose trial raises, is replaced by a fresh process: whatever it left in
+    memory goes with it. Only a loss that is not finite leaves the worker in place.
+
+    Args:
+        task: what all trials share.
+        data: the tokenised rows.
+        workers: number of workers; None: see `plan_layout`.
+        gpus_per_worker: GPUs of each; None: see `plan_layout`.
+        address: of a Ray cluster to join, or `auto`; None starts Ray on this machine, reachable
+            from this machine alone.
+
+    Raises:
+        PoolError: Ray cannot be started or reached.
+        ValueError: the workers do not fit on the machine or cluster.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data: TaskData,
+        *,
+        workers: int | None = None,
+        gpus_per_worker: float | None = None,
+        address: str | None = None,
+    ) -> None:
+        self._ray, self._owns_ray = _connect(address)
+        try:
+            nodes = [n["Resources"] for n in self._ray.nodes() if n["Alive"]]
+            self.layout = plan_layout(nodes, workers, gpus_per_worker)
+            self._task = task
+            self._data = self._ray.put(data)
+            self._failed_starts = 0
+            self._workers = [self._new_worker() for _ in range(self.layout.workers)]
+        except BaseException:
+            self._disconnect()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self._workers)
+
+    @property
+    def idle(self) -> int:
+        """Number of workers that can start a trial now."""
+        return sum(worker.state is _State.IDLE for worker in self._workers)
+
+    def start(self, job: Job) -> None:
+        """Start a trial on an idle worker."""
+        worker = next(w for w in self._workers if w.state is _State.IDLE)
+        worker.job = job
+        worker.state = _State.RUNNING
+        worker.call = worker.actor.start.remote(job.allocation, job.seed, SLICE_SECONDS)
+
+    def resume(self, number: int) -> None:
+        """Let a trial go on after a rung."""
+        worker = self._find(number)
+        if worker is not None and worker.state is _State.AT_RUNG:
+            worker.state = _State.RUNNING
+            worker.call = worker.actor.advance.remote(SLICE_SECONDS)
+
+    def stop(self, number: int) -> None:
+        """End a trial; its worker is idle again as soon as the step under way is finished."""
+        worker = self._find(number)
+        if worker is not None:
+            worker.job = None
+            worker.state = _State.STOPPING
+            worker.call = worker.actor.stop.remote()
+
+    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed]]:
+        """Wait until a call returns, and give the events that came with it."""
+        calls = [worker.call for worker in self._workers if worker.call is not None]
+        if not calls:
+            return []
+        self._ray.wait(calls, num_returns=1, timeout=timeout_seconds)
+        done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
+        events: list[tuple[int, Event | Failed]] = []
+        for worker in list(self._workers):
+            if worker.call in done:
+                events += self._receive(worker)
+        return events
+
+    def close(self) -> None:
+        """End all workers at once, and Ray if this pool started it."""
+        for worker in self._workers:
+            self._ray.kill(worker.actor)
+        self._disconnect()
+
+    def _receive(self, worker: _Worker) -> list[tuple[int, Event | Failed]]:
+        """Take a call's result, move the worker on, and give the events for the driver."""
+        call, worker.call = worker.call, None
+        job = worker.job
+        try:
+            result = self._ray.get(call)
+        except Exception as error:  # the worker's boundary: whatever went wrong there
+            failed = _failure(self._ray, error)
+            if isinstance(_cause(error), FloatingPointError):
+                worker.state, worker.job = _State.IDLE, None
+            else:
+                # A model that cannot be read will not be readable the next time.
+                hopeless = isinstance(_cause(error), ValueError)
+                self._replace(worker, failed.reason, hopeless=hopeless)
+            return [] if job is None else [(job.number, failed)]
+        if job is None:  # loaded or stopped
+            worker.pid = worker.pid or result
+            worker.state = _State.IDLE
+            self._failed_starts = 0
+            return []
+        if isinstance(result[-1], Finished):
+            worker.state, worker.job = _State.IDLE, None
+        elif isinstance(result[-1], Rung):
+            worker.state = _State.AT_RUNG
+        else:
+            worker.call = worker.actor.advance.remote(SLICE_SECONDS)
+        return [(job.number, event) for event in result]
+
+    def _replace(self, worker: _Worker, reason: str, *, hopeless: bool) -> None:
+        """Put a fresh process in the place of a worker.
+
+        Raises:
+            PoolError: workers fail to start time and again, or the next would, too.
+        """
+        if worker.state is _State.LOADING:
+            self._failed_starts += 1
+            if hopeless or self._failed_starts >= MOST_FAILED_STARTS:
+                raise PoolError(f"workers cannot be started: {reason}")
+        self._ray.kill(worker.actor)
+        self._workers[self._workers.index(worker)] = self._new_worker()
+
+    def _new_worker(self) -> _Worker:
+        actor = (
+            self._ray.remote(ProxyWorker)
+            .options(
+                num_cpus=self.layout.cpus,
+                num_gpus=self.layout.gpus,
+                max_restarts=0,
+                runtime_env={"env_vars": _environment(self.layout)},
+            )
+            .remote(self._task, self._data, self.layout.device, self.layout.threads)
+        )
+        return _Worker(actor, _State.LOADING, actor.load.remote())
+
+    def _find(self, number: int) -> _Worker | None:
+        return next((w for w in self._workers if w.job and w.job.number == number), None)
+
+    def _disconnect(self) -> None:
+        if self._owns_ray:
+            self._ray.shutdown()
+
+
+def _connect(address: str | None) -> tuple[ModuleType, bool]:
+    """Start or join Ray, quietly.
+
+    Returns:
+        The module, and whether Ray was started or joined here rather than by the caller.
+
+    Raises:
+        PoolError: Ray cannot be started or reached.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray would run the workers at niceness 15, where a busy machine starves them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    if address is None:
+        # Despite its name this holds on Linux, too: Ray then listens on the loopback address.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    import ray
+
+    if ray.is_initialized():
+        return ray, False
+    # Whatever log_to_driver says, Ray prints its nodes' errors on stdout, a paragraph for each
+    # dead worker. There is no switch; without this function it has nothing to print with.
+    ray._private.worker.print_to_stdstream = _print_nothing
+    packages = Path(__file__).resolve().parent.parent
+    environment = {"py_modules": [str(packages / p) for p in ("mola", "studies", "search")]}
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=f"mola-{uuid4().hex[:8]}",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env=environment if address else None,
+        )
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        where = f"reach Ray at {address}" if address else "start Ray on this machine"
+        raise PoolError(f"cannot {where}: {' '.join(str(error).split())}") from error
+    return ray, True
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for Ray's own printing; a trial's failure is told in our words."""
+
+
+def _environment(layout: Layout) -> dict[str, str]:
+    """Give the environment that must stand before a worker loads torch."""
+    threads = str(layout.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Give the exception that was raised in the worker, or the one of Ray itself."""
+    return getattr(error, "cause", None) or error
+
+
+def _failure(ray: ModuleType, error: BaseException) -> Failed:
+    """Say in one line what ended a call to a worker."""
+    cause = _cause(error)
+    text = " ".join(str(cause).split())
+    if isinstance(cause, FloatingPointError):
+        return Failed(text, retry=False)
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
+        return Failed("Ray ended the worker because the machine's memory was nearly full")
+    if isinstance(error, ray.exceptions.RayActorError):
+        return Failed("the worker's process died: killed from outside, or out of memory")
+    return Failed(f"{type(cause).__name__}: {text[:300]}" if text else type(cause).__name__)

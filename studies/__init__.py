@@ -1,0 +1,1 @@
+"""What is recorded: studies, their trials and what follows from them (Optuna, no torch)."""

@@ -1,0 +1,143 @@
+"""Read a study's trials as plain data. The names of the attributes in the store are here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from mola.allocation import Allocation
+from studies.encoding import param_names, to_params
+from studies.files import write_text_atomic
+from studies.spec import StudySpec
+
+SEARCH = "search"  # label of a trial that the sampler proposed
+REPLICATE = "replicate"  # label of a trial that repeats an allocation on a further seed
+
+# Attributes of a study.
+SPEC_ATTR = "spec"
+CONCLUSION_ATTR = "conclusion"
+
+# Attributes of a trial; those of RESULT_ATTRS carry the names of `mola.events.Finished`.
+LABEL_ATTR = "label"
+SEED_ATTR = "seed"
+REASON_ATTR = "reason"  # why it failed
+BLAMELESS_ATTR = "interrupted"  # it failed because it was ended from outside
+RETRY_ATTR = "retry_of"
+RESULT_ATTRS = ("accuracy", "standard_error", "train_seconds", "eval_seconds", "routing")
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """A trial as plain data.
+
+    Attributes:
+        number: Optuna's number of the trial, from 0.
+        state: WAITING, RUNNING, COMPLETE, PRUNED or FAIL.
+        allocation: What is trained.
+        seed: Seed of the data order, dropout and fresh weights.
+        label: `search`, `replicate` or `named ...`.
+        objective: Validation objective in the study's unit; of a pruned trial the last one.
+        accuracy: Fraction of validation rows that are right; None unless complete.
+        standard_error: Of the objective over the validation rows; None unless complete.
+        rungs: Objective by step, of the evaluations before the last.
+        seconds: Wall clock from ask to tell; None before that.
+        reason: Why it failed, else empty.
+        retry_of: Number of the trial that this one repeats after a failure.
+    """
+
+    number: int
+    state: str
+    allocation: Allocation
+    seed: int
+    label: str
+    objective: float | None
+    accuracy: float | None
+    standard_error: float | None
+    rungs: dict[int, float]
+    seconds: float | None
+    reason: str
+    retry_of: int | None
+
+
+def study_spec(study: optuna.Study) -> StudySpec:
+    """Read what a study searches.
+
+    Raises:
+        ValueError: The study was made by another program or another version.
+    """
+    text = study.user_attrs.get(SPEC_ATTR)
+    if not isinstance(text, str):
+        raise ValueError(f"the study {study.study_name!r} was not made by mola-search")
+    return StudySpec.from_json(text)
+
+
+def get_conclusion(study: optuna.Study) -> dict[str, Any] | None:
+    """Read what the search found; None while it goes on."""
+    conclusion: dict[str, Any] | None = study.user_attrs.get(CONCLUSION_ATTR)
+    return conclusion
+
+
+def records(study: optuna.Study) -> list[TrialRecord]:
+    """Give all trials in the order of their numbers.
+
+    A trial whose driver was killed while the proposal was being written has no allocation, and
+    is left out.
+    """
+    spec = study_spec(study)
+    names = param_names(spec.num_layers)
+    all_trials = study.get_trials(deepcopy=False)
+    return [record for t in all_trials if (record := _record(t, names, spec.seed)) is not None]
+
+
+def write_trials_csv(study: optuna.Study, path: Path) -> None:
+    """Write a row per trial, as it stands now, in one go.
+
+    Raises:
+        OSError: The file cannot be written; an older one is as it was.
+    """
+    import pandas as pd  # slow to import, and only this needs it
+
+    whole = dict.fromkeys(("number", "seed", "retry_of"), "Int64")
+    rows = []
+    for record in records(study):
+        row = {key: getattr(record, key) for key in TrialRecord.__dataclass_fields__}
+        rungs = {f"rung_{step}": value for step, value in sorted(row.pop("rungs").items())}
+        rows.append({**row, **rungs, **to_params(record.allocation)})
+    table = pd.DataFrame(rows, columns=None if rows else list(TrialRecord.__dataclass_fields__))
+    text: str = table.astype(whole).to_csv(index=False, lineterminator="\n")
+    write_text_atomic(path, text)
+
+
+def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | None:
+    allocation = _allocation(trial, names)
+    if allocation is None:
+        return None
+    attrs = trial.user_attrs
+    start, end = trial.datetime_start, trial.datetime_complete
+    return TrialRecord(
+        number=trial.number,
+        state=trial.state.name,
+        allocation=allocation,
+        seed=attrs.get(SEED_ATTR, seed),
+        label=attrs.get(LABEL_ATTR, SEARCH),
+        objective=trial.value if trial.values else None,
+        accuracy=attrs.get("accuracy"),
+        standard_error=attrs.get("standard_error"),
+        rungs=dict(trial.intermediate_values),
+        seconds=(end - start).total_seconds() if start and end else None,
+        reason=attrs.get(REASON_ATTR, ""),
+        retry_of=attrs.get(RETRY_ATTR),
+    )
+
+
+def _allocation(trial: FrozenTrial, names: list[str]) -> Allocation | None:
+    """Read a trial's allocation, from where an enqueued trial keeps it until it is asked for."""
+    params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    try:
+        return Allocation([params[name] for name in names])
+    except KeyError:
+        return None

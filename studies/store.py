@@ -1,0 +1,296 @@
+"""Keep studies and their trials in an Optuna storage, the only memory that a search has.
+
+Attributes are written before the state of a trial: a driver that is killed in between leaves a
+trial that runs again, never a finished one that lacks its seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+from optuna_dashboard import save_note
+
+from mola.allocation import Allocation
+from mola.events import Finished
+from studies.encoding import to_params
+from studies.note import study_note
+from studies.records import (
+    BLAMELESS_ATTR,
+    CONCLUSION_ATTR,
+    LABEL_ATTR,
+    REASON_ATTR,
+    REPLICATE,
+    RESULT_ATTRS,
+    RETRY_ATTR,
+    SEARCH,
+    SEED_ATTR,
+    SPEC_ATTR,
+    TrialRecord,
+    get_conclusion,
+    records,
+    study_spec,
+    write_trials_csv,
+)
+from studies.spec import StudySpec
+from studies.storage import (
+    STORE_FILE,
+    check_study_name,
+    connect,
+    mask,
+    one_line_errors,
+    sqlite_path,
+    sqlite_url,
+)
+
+__all__ = [
+    "REPLICATE",
+    "SEARCH",
+    "TrialRecord",
+    "complete",
+    "enqueue",
+    "fail",
+    "get_conclusion",
+    "interrupt",
+    "load_study",
+    "mark",
+    "open_study",
+    "prune",
+    "reconcile",
+    "records",
+    "set_conclusion",
+    "storage_url",
+    "study_spec",
+    "write_trials_csv",
+]
+
+DRIVER_STOPPED = "driver stopped"
+_MAX_REASON = 2000  # characters
+
+
+def storage_url(root: Path, name: str, url: str | None) -> str:
+    """Say where a study is stored: at the URL if there is one, else in a file under the root.
+
+    Raises:
+        ValueError: The name cannot be that of a folder, or the URL is none.
+    """
+    check_study_name(name)
+    if url is None:
+        return sqlite_url(root / name / STORE_FILE)
+    sqlite_path(url)
+    return url
+
+
+def open_study(
+    name: str,
+    url: str,
+    spec: StudySpec,
+    *,
+    sampler: optuna.samplers.BaseSampler,
+    pruner: optuna.pruners.BasePruner,
+) -> optuna.Study:
+    """Create a study, or go on with the one of that name if it is the same search.
+
+    Raises:
+        ValueError: The study is another search (each difference is named), or the storage cannot
+            be used. One line, without passwords.
+    """
+    check_study_name(name)
+    storage = connect(url, create=True)
+    with one_line_errors(url):
+        study = optuna.create_study(
+            study_name=name,
+            storage=storage,
+            sampler=sampler,
+            pruner=pruner,
+            direction="minimize",
+            load_if_exists=True,
+        )
+        _check_same(study, spec, url)
+        # Written at each start: the note may have become better, and a storage that cannot be
+        # written to is found out before anything is trained.
+        save_note(study, study_note(spec))
+    return study
+
+
+def load_study(name: str, url: str) -> optuna.Study:
+    """Open a study to read it.
+
+    Raises:
+        ValueError: There is no such study (the known ones are listed), or the storage cannot be
+            used. One line, without passwords.
+    """
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        raise ValueError(f"there is no study {name!r}: {path} does not exist{_others(path)}")
+    storage = connect(url, create=False)
+    with one_line_errors(url):
+        names = sorted(optuna.get_all_study_names(storage))
+        if name not in names:
+            known = ", ".join(map(repr, names[:20])) or "none"
+            raise ValueError(f"there is no study {name!r} in {mask(url)}; known studies: {known}")
+        return optuna.load_study(
+            study_name=name,
+            storage=storage,
+            sampler=optuna.samplers.RandomSampler(),
+            pruner=optuna.pruners.NopPruner(),
+        )
+
+
+def set_conclusion(study: optuna.Study, conclusion: Mapping[str, Any]) -> None:
+    """Record what the search found, as JSON-able data; see `search.conclude`."""
+    study.set_user_attr(CONCLUSION_ATTR, dict(conclusion))
+
+
+def enqueue(study: optuna.Study, allocation: Allocation, *, label: str, seed: int) -> bool:
+    """Ask for an allocation to be run, unless it is waiting, running or done on that seed.
+
+    Returns:
+        Whether it was enqueued.
+    """
+    alive = ("WAITING", "RUNNING", "COMPLETE", "PRUNED")
+    for record in records(study):
+        if (record.allocation, record.seed) == (allocation, seed) and record.state in alive:
+            return False
+    _enqueue(study, allocation, {LABEL_ATTR: label, SEED_ATTR: seed})
+    return True
+
+
+def mark(trial: optuna.Trial, *, label: str, seed: int) -> None:
+    """Record why a fresh trial runs and on which seed; an enqueued one knows both already."""
+    for key, value in ((LABEL_ATTR, label), (SEED_ATTR, seed)):
+        if trial.user_attrs.get(key) != value:
+            trial.set_user_attr(key, value)
+
+
+def complete(study: optuna.Study, trial: optuna.Trial, event: Finished) -> None:
+    """Record a trial's result and end it.
+
+    Raises:
+        ValueError: The objective or the accuracy is not finite; such a trial is to `fail`.
+    """
+    if not (math.isfinite(event.objective) and math.isfinite(event.accuracy)):
+        raise ValueError(
+            f"trial {trial.number} cannot be complete with objective {event.objective} and "
+            f"accuracy {event.accuracy}; fail it"
+        )
+    for key in RESULT_ATTRS:
+        trial.set_user_attr(key, getattr(event, key))
+    study.tell(trial, event.objective)
+
+
+def prune(study: optuna.Study, trial: optuna.Trial) -> None:
+    """End a trial that is not worth its further steps; its value is that of its last rung."""
+    study.tell(trial, state=TrialState.PRUNED)
+
+
+def fail(study: optuna.Study, trial: optuna.Trial, reason: str, *, retry: bool) -> None:
+    """End a trial that broke.
+
+    Args:
+        study: The study.
+        trial: The trial.
+        reason: What happened.
+        retry: Whether its allocation runs again on its seed, if it broke for the first time.
+    """
+    history = records(study)
+    this = next((r for r in history if r.number == trial.number), None)
+    again = retry and this is not None and not _broke_before(study, history, this)
+    _end_failed(study, trial.number, this if again else None, history, {REASON_ATTR: reason})
+
+
+def interrupt(study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
+    """End a trial through no fault of its own; its allocation is enqueued again."""
+    history = records(study)
+    this = next((r for r in history if r.number == trial.number), None)
+    _end_failed(study, trial.number, this, history, {REASON_ATTR: reason, BLAMELESS_ATTR: True})
+
+
+def reconcile(study: optuna.Study) -> int:
+    """Fail what a killed driver left running, and enqueue each such allocation again, once.
+
+    Call it before the first ask, while no other driver works on the study.
+
+    Returns:
+        Number of trials that were left running.
+    """
+    running = [t.number for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+    for number in running:
+        history = records(study)
+        this = next((r for r in history if r.number == number), None)
+        attrs = {REASON_ATTR: DRIVER_STOPPED, BLAMELESS_ATTR: True}
+        _end_failed(study, number, this, history, attrs)
+    return len(running)
+
+
+def _check_same(study: optuna.Study, spec: StudySpec, url: str) -> None:
+    """Refuse a study that is another search; take one that nothing was written to yet."""
+    where = f"study {study.study_name!r} in {mask(url)}"
+    if [d.name for d in study.directions] != ["MINIMIZE"]:
+        raise ValueError(f"{where} does not minimize one objective; use another --study")
+    if SPEC_ATTR not in study.user_attrs and not study.get_trials(deepcopy=False):
+        study.set_user_attr(SPEC_ATTR, spec.to_json())
+        return
+    differences = spec.differences(study_spec(study))
+    if differences:
+        raise ValueError(
+            f"{where} is another search: {'; '.join(differences)}. "
+            "Use another --study, or the study's settings"
+        )
+
+
+def _others(path: Path) -> str:
+    """List the studies beside one that is missing, where they lie in folders under a root."""
+    if path.name != STORE_FILE:
+        return ""
+    names = sorted(p.parent.name for p in path.parent.parent.glob(f"*/{STORE_FILE}"))
+    return f"; known studies: {', '.join(map(repr, names[:20]))}" if names else ""
+
+
+def _enqueue(study: optuna.Study, allocation: Allocation, attrs: dict[str, Any]) -> None:
+    study.enqueue_trial(to_params(allocation), user_attrs=attrs)
+
+
+def _broke_before(study: optuna.Study, history: list[TrialRecord], this: TrialRecord) -> bool:
+    """Whether an earlier trial of the same allocation and seed failed through its own fault."""
+    blameless = {
+        t.number
+        for t in study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        if t.user_attrs.get(BLAMELESS_ATTR)
+    }
+    return any(
+        r.state == "FAIL" and r.number not in blameless
+        for r in history
+        if (r.allocation, r.seed) == (this.allocation, this.seed)
+    )
+
+
+def _end_failed(
+    study: optuna.Study,
+    number: int,
+    again: TrialRecord | None,
+    history: list[TrialRecord],
+    attrs: dict[str, Any],
+) -> None:
+    """Enqueue a trial's allocation again (None: do not), then fail the trial.
+
+    In this order, a driver that is killed in between leaves a running trial and its successor;
+    `reconcile` then finds the successor and adds no second one.
+    """
+    if again is not None and not any(
+        r.state in ("WAITING", "COMPLETE", "PRUNED")
+        for r in history
+        if (r.allocation, r.seed) == (again.allocation, again.seed)
+    ):
+        successor = {LABEL_ATTR: again.label, SEED_ATTR: again.seed, RETRY_ATTR: number}
+        _enqueue(study, again.allocation, successor)
+    (trial,) = (t for t in study.get_trials(deepcopy=False) if t.number == number)
+    for key, value in attrs.items():
+        text = value[:_MAX_REASON] if isinstance(value, str) else value
+        # The only way to write to a trial that another process asked for.
+        study._storage.set_trial_user_attr(trial._trial_id, key, text)
+    study.tell(number, state=TrialState.FAIL)

@@ -1,0 +1,402 @@
+"""The driver with workers that only pretend to train; restarts are on a real SQLite store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+
+import optuna
+import pytest
+from pretend_pool import (
+    KilledError,
+    PretendPool,
+    finished,
+    no_waiting_for_the_disk,
+    objective,
+    train,
+)
+
+from mola.allocation import Allocation, ExpertBudget
+from mola.events import Event, Rung, Step
+from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
+from search.pool import Failed, Job
+from search.priors.named import named, named_allocations
+from search.pruner import PairedMedianPruner
+from search.sampler import BudgetSampler
+from search.updates import Ended, Phase, Update
+from studies.records import SPEC_ATTR
+from studies.spec import StudySpec
+from studies.store import (
+    REPLICATE,
+    TrialRecord,
+    get_conclusion,
+    open_study,
+    records,
+    storage_url,
+)
+
+SPEC = StudySpec(
+    num_layers=4,
+    total=12,
+    low=1,
+    high=6,
+    model=ModelSource(),
+    model_fingerprint="m",
+    data="pretence",
+    data_fingerprint="d",
+    prompt_template=None,
+    max_length=64,
+    adapter=AdapterSettings(),
+    train=TrainSettings(steps=4),
+    rungs=(2,),
+    seed=7,
+    objective="nats per row",
+)
+
+
+__all__ = ["no_waiting_for_the_disk"]
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+
+
+def open_(tmp_path: Path) -> optuna.Study:
+    """The study on disk, as a driver that starts finds it."""
+    return open_study(
+        "s",
+        storage_url(tmp_path, "s", None),
+        SPEC,
+        sampler=BudgetSampler(SPEC.budget, seed=SPEC.seed),
+        pruner=optuna.pruners.NopPruner(),
+    )
+
+
+def fresh_study(
+    spec: StudySpec = SPEC, pruner: optuna.pruners.BasePruner | None = None
+) -> optuna.Study:
+    """A new study in memory, where what a restart finds does not matter."""
+    study = optuna.create_study(
+        sampler=BudgetSampler(spec.budget, seed=spec.seed),
+        pruner=pruner or optuna.pruners.NopPruner(),
+    )
+    study.set_user_attr(SPEC_ATTR, spec.to_json())
+    return study
+
+
+def drive(
+    study: optuna.Study,
+    pool: PretendPool,
+    rules: Rules,
+    spec: StudySpec = SPEC,
+    **kwargs: object,
+) -> dict[str, object]:
+    return Driver(study, spec, lambda: pool, rules, **kwargs).run()  # type: ignore[arg-type]
+
+
+def own(study: optuna.Study) -> list[TrialRecord]:
+    """The finished trials of the search itself."""
+    return [r for r in records(study) if r.label != REPLICATE and r.state in ("COMPLETE", "PRUNED")]
+
+
+RULES = Rules(trials=7, finalists=1, confirm_seeds=2)
+
+
+def test_the_total_is_exact_and_nothing_runs_twice() -> None:
+    study, pool = fresh_study(), PretendPool(size=3)
+    drive(study, pool, RULES)
+    assert len(own(study)) == RULES.trials
+    assert len({(job.allocation, job.seed) for job in pool.jobs}) == len(pool.jobs)
+    assert pool.most_running == 3
+    assert pool.closed
+
+
+def test_every_search_contains_its_named_baselines_first() -> None:
+    study, pool = fresh_study(), PretendPool(size=1)
+    drive(study, pool, RULES)
+    baselines = named_allocations(SPEC.budget)
+    assert [job.allocation for job in pool.jobs[: len(baselines)]] == list(baselines)
+    assert all(job.allocation in SPEC.budget for job in pool.jobs)
+
+
+def test_the_best_and_the_named_run_again_on_fresh_seeds() -> None:
+    study, pool = fresh_study(), PretendPool()
+    conclusion = drive(study, pool, RULES)
+    best = sorted(own(study), key=lambda r: r.objective or math.inf)[: RULES.finalists]
+    expected = {r.allocation for r in best} | set(named_allocations(SPEC.budget))
+    replicates = [job for job in pool.jobs if job.seed != SPEC.seed]
+    assert Counter(job.seed for job in replicates) == {8: len(expected), 9: len(expected)}
+    assert {job.allocation for job in replicates} == expected
+    assert conclusion["fresh_seeds"] == [8, 9]
+    assert get_conclusion(study) == conclusion
+
+
+def test_a_finished_study_starts_no_worker(tmp_path: Path) -> None:
+    drive(open_(tmp_path), PretendPool(), RULES)
+
+    def no_pool() -> PretendPool:
+        raise AssertionError("a worker was started for nothing")
+
+    driver = Driver(open_(tmp_path), SPEC, no_pool, RULES)
+    driver.run()
+    assert driver.started == 0
+
+
+def test_more_trials_go_on_with_a_finished_study(tmp_path: Path) -> None:
+    drive(open_(tmp_path), PretendPool(), RULES)
+    study, pool = open_(tmp_path), PretendPool()
+    drive(study, pool, dataclasses.replace(RULES, trials=9))
+    assert len(own(study)) == 9
+    assert sum(job.seed == SPEC.seed for job in pool.jobs) == 2
+    done = Counter((r.allocation, r.seed) for r in records(study) if r.state == "COMPLETE")
+    assert set(done.values()) == {1}
+
+
+@pytest.mark.parametrize("killed_at", (0, 4, 9, 13))
+def test_a_killed_driver_loses_and_repeats_nothing(tmp_path: Path, killed_at: int) -> None:
+    with pytest.raises(KilledError):
+        drive(open_(tmp_path), PretendPool(die_after=killed_at), RULES)
+    before = [r for r in records(open_(tmp_path)) if r.state == "COMPLETE"]
+    study = open_(tmp_path)
+    drive(study, PretendPool(), RULES)
+    after = {r.number: r for r in records(study)}
+    assert [after[r.number] for r in before] == before
+    assert len(own(study)) == RULES.trials
+    complete = Counter((r.allocation, r.seed) for r in after.values() if r.state == "COMPLETE")
+    assert set(complete.values()) == {1}
+    assert not [r for r in after.values() if r.state in ("RUNNING", "WAITING")]
+    assert {r.reason for r in after.values() if r.state == "FAIL"} <= {"driver stopped"}
+
+
+def test_a_driver_killed_again_and_again_still_gets_there(tmp_path: Path) -> None:
+    for _ in range(20):
+        with contextlib.suppress(KilledError):
+            drive(open_(tmp_path), PretendPool(die_after=1), RULES)
+            break
+    study = open_(tmp_path)
+    assert len(own(study)) == RULES.trials
+    named_runs = Counter(
+        r.label for r in records(study) if r.state == "COMPLETE" and r.label.startswith("named")
+    )
+    assert set(named_runs.values()) == {1}
+    assert len(named_runs) == len(named_allocations(SPEC.budget))
+
+
+def test_a_stop_request_leaves_a_store_that_goes_on(tmp_path: Path) -> None:
+    study, pool = open_(tmp_path), PretendPool()
+    stop = iter([False] * 12 + [True])
+    with pytest.raises(StopRequestedError):
+        drive(study, pool, RULES, stop_requested=lambda: next(stop))
+    assert pool.closed
+    states = Counter(r.state for r in records(study))
+    assert states["RUNNING"] == 0
+    assert states["WAITING"] >= states["FAIL"] > 0
+    drive(open_(tmp_path), PretendPool(), RULES)
+    assert len(own(study)) == RULES.trials
+
+
+def test_a_failed_trial_runs_again_once() -> None:
+    unlucky = named("2468", SPEC.budget)
+    calls = Counter[Allocation]()
+
+    def script(job: Job) -> list[Event | Failed]:
+        calls[job.allocation] += 1
+        if job.allocation == unlucky and calls[unlucky] == 1:
+            return [Step(1, 2.0), Failed("the worker died")]
+        return train(job)
+
+    study = fresh_study()
+    drive(study, PretendPool(script=script), Rules(trials=6, confirm_seeds=0))
+    first, second = (r for r in records(study) if r.allocation == unlucky)
+    assert (first.state, first.reason) == ("FAIL", "the worker died")
+    assert (second.state, second.label, second.retry_of) == ("COMPLETE", first.label, first.number)
+    assert len(own(study)) == 6
+
+
+def test_an_allocation_that_always_fails_is_replaced_by_another() -> None:
+    unlucky = named("8228", SPEC.budget)
+
+    def script(job: Job) -> list[Event | Failed]:
+        return [Failed("out of memory")] if job.allocation == unlucky else train(job)
+
+    study, pool = fresh_study(), PretendPool(script=script)
+    drive(study, pool, Rules(trials=6, confirm_seeds=0))
+    assert sum(job.allocation == unlucky for job in pool.jobs) == 2
+    assert len(own(study)) == 6
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Step(1, math.nan), Rung(2, math.inf, 0.5), finished(math.nan)],
+    ids=["loss", "rung", "result"],
+)
+def test_a_number_that_is_not_finite_fails_the_trial_without_a_retry(
+    event: Event,
+) -> None:
+    unlucky = named("8642", SPEC.budget)
+
+    def script(job: Job) -> list[Event | Failed]:
+        return [event, *train(job)] if job.allocation == unlucky else train(job)
+
+    study, pool = fresh_study(), PretendPool(script=script)
+    drive(study, pool, Rules(trials=6, confirm_seeds=0))
+    (record,) = (r for r in records(study) if r.allocation == unlucky)
+    assert record.state == "FAIL"
+    assert "not a finite number" in record.reason
+    assert len(own(study)) == 6
+
+
+def test_failures_in_a_row_stop_the_search_and_leave_it_resumable(tmp_path: Path) -> None:
+    def broken(job: Job) -> list[Event | Failed]:
+        return [Failed("no GPU")]
+
+    study, pool = open_(tmp_path), PretendPool(script=broken)
+    with pytest.raises(TooManyFailuresError, match=r"3 trials failed in a row.*no GPU"):
+        drive(study, pool, dataclasses.replace(RULES, max_failures=3))
+    assert len(pool.jobs) <= 4
+    assert pool.closed
+    study = open_(tmp_path)
+    drive(study, PretendPool(), RULES)
+    assert len(own(study)) == RULES.trials
+
+
+def test_failures_that_do_not_follow_each_other_stop_nothing() -> None:
+    tries = Counter[tuple[Allocation, int]]()
+
+    def script(job: Job) -> list[Event | Failed]:
+        tries[job.allocation, job.seed] += 1
+        first_time = tries[job.allocation, job.seed] == 1
+        return [Failed("hiccup")] if first_time and job.number % 2 == 0 else train(job)
+
+    study = fresh_study()
+    drive(study, PretendPool(size=1, script=script), dataclasses.replace(RULES, max_failures=3))
+    assert len(own(study)) == RULES.trials
+    assert sum(r.state == "FAIL" for r in records(study)) > 3
+
+
+def test_pruned_trials_count_and_never_win() -> None:
+    class PruneSearch(optuna.pruners.BasePruner):
+        def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+            return True
+
+    def script(job: Job) -> list[Event | Failed]:
+        return [Rung(2, -100.0, 0.5), finished(objective(job))]
+
+    study, pool = fresh_study(pruner=PruneSearch()), PretendPool(script=script)
+    conclusion = drive(study, pool, RULES)
+    by_state = {r.number: r.state for r in records(study)}
+    pruned = [r for r in own(study) if r.state == "PRUNED"]
+    assert len(own(study)) == RULES.trials
+    assert len(pruned) == RULES.trials - len(named_allocations(SPEC.budget))
+    assert {r.label for r in pruned} == {"search"}, "baselines and replicates run to their end"
+    assert by_state[conclusion["winner"]] == "COMPLETE"  # type: ignore[index]
+    assert pruned[0].rungs == {2: -100.0}
+
+
+def test_the_median_pruner_spares_the_better_half() -> None:
+    study = fresh_study(pruner=PairedMedianPruner(startup=4))
+    drive(study, PretendPool(), Rules(trials=20, finalists=2, confirm_seeds=2))
+    searched = [r for r in own(study) if r.label == "search"]
+    pruned = [r for r in searched if r.state == "PRUNED"]
+    assert 0 < len(pruned) < len(searched)
+    best = min(own(study), key=lambda r: r.rungs[2])
+    assert best.state == "COMPLETE"
+
+
+def test_replicates_on_other_seeds_do_not_enter_the_median() -> None:
+    """Seeds 8 and 9 are worse for all by far more than allocations differ."""
+    pruner = PairedMedianPruner(startup=4)
+    study = fresh_study(pruner=pruner)
+    drive(study, PretendPool(), RULES)
+    trials = study.get_trials(deepcopy=False)
+    at_own_seed = [t for t in trials if t.user_attrs["seed"] == SPEC.seed and t.state.is_finished()]
+    worst = max(at_own_seed, key=lambda t: t.intermediate_values[2])
+    assert pruner.prune(study, worst)
+
+
+def test_late_and_repeated_events_are_ignored() -> None:
+    class Stutter(PretendPool):
+        def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed]]:
+            return [e for event in super().poll(timeout_seconds) for e in (event, event)]
+
+    study = fresh_study()
+    drive(study, Stutter(), RULES)
+    assert len(own(study)) == RULES.trials
+    assert {r.state for r in records(study)} == {"COMPLETE"}
+
+
+def test_a_budget_smaller_than_the_trials_is_searched_whole() -> None:
+    spec = dataclasses.replace(SPEC, total=5, high=2)
+    assert spec.budget.size() == 4
+    study = fresh_study(spec)
+    driver = Driver(study, spec, PretendPool, Rules(trials=50, confirm_seeds=2))
+    driver.run()
+    assert driver.goal == 4
+    assert {r.allocation for r in own(study)} == {spec.budget.member(i) for i in range(4)}
+
+
+def test_few_trials_leave_named_allocations_out_and_say_so() -> None:
+    seen: list[Update] = []
+    study, pool = fresh_study(), PretendPool()
+    drive(study, pool, Rules(trials=2, confirm_seeds=0), notify=seen.append)
+    assert [job.allocation for job in pool.jobs] == list(named_allocations(SPEC.budget))[:2]
+    assert any("leaves no room for 2882" in getattr(update, "text", "") for update in seen)
+
+
+def test_an_allocation_from_outside_the_budget_is_refused() -> None:
+    study = fresh_study()
+    study.enqueue_trial({f"experts_0{i}": 1 for i in range(4)})
+    drive(study, PretendPool(), RULES)
+    outside = records(study)[0]
+    assert (outside.state, outside.reason) == ("FAIL", "1x4 is not in the budget")
+    assert len(own(study)) == RULES.trials
+
+
+def test_an_allocation_enqueued_in_part_is_completed_or_refused() -> None:
+    study = fresh_study()
+    study.enqueue_trial({"experts_02": 6, "experts_03": 6})
+    study.enqueue_trial({"experts_02": 6})
+    drive(study, PretendPool(), RULES)
+    refused, completed = study.get_trials()[:2]
+    assert refused.state.name == "FAIL"
+    assert "out of reach" in refused.user_attrs["reason"]
+    assert completed.state.name == "COMPLETE"
+    assert completed.params["experts_02"] == 6
+    assert all(r.allocation in SPEC.budget for r in own(study))
+    assert len(own(study)) == RULES.trials
+
+
+def test_the_listeners_hear_of_every_trial() -> None:
+    seen: list[Update] = []
+    study = fresh_study()
+    drive(study, PretendPool(), RULES, notify=seen.append)
+    phases = [update for update in seen if isinstance(update, Phase)]
+    assert [phase.name for phase in phases] == ["search", "confirmation"]
+    assert (phases[0].done, phases[0].total) == (0, RULES.trials)
+    ended = [update for update in seen if isinstance(update, Ended)]
+    assert sorted(e.job.number for e in ended) == [r.number for r in records(study)]
+
+
+def test_the_workers_come_up_before_the_first_trial_is_asked_for() -> None:
+    study, pool = fresh_study(), PretendPool(ready_after=5)
+    drive(study, pool, RULES)
+    assert pool.jobs[0].number == 0
+
+
+def test_proposals_depend_on_the_results_so_far() -> None:
+    """Not all at once up front: a proposal is asked for when a worker is free."""
+    study = fresh_study()
+    asked_at: list[int] = []
+
+    class Watch(PretendPool):
+        def start(self, job: Job) -> None:
+            asked_at.append(len(own(study)))
+            super().start(job)
+
+    drive(study, Watch(size=2), RULES)
+    assert all(done >= started - 2 for started, done in enumerate(asked_at[: RULES.trials], 1))
+
+
+def test_the_budget_of_the_pretence_has_room() -> None:
+    assert ExpertBudget(4, 12, 1, 6).size() > 50

@@ -1,0 +1,145 @@
+"""Ray workers on a tiny model: few tests, as each starts processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mola.allocation import Allocation
+from mola.data import TaskData, encode_splits, load_splits
+from mola.events import Event, Finished, Rung, Step
+from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from search.pool import Failed, Job, PoolError
+from search.workers import ProxyWorker, RayPool, Task
+
+ALLOCATION = Allocation([1, 2, 3, 2])
+
+
+def make_task(model: Path, steps: int = 4, learning_rate: float = 1e-2) -> Task:
+    return Task(
+        ModelSource(str(model)),
+        AdapterSettings(r=2),
+        TrainSettings(steps=steps, batch_size=4, learning_rate=learning_rate),
+        rungs=(2,),
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tiny_model_dir: Path, choices_dir: Path) -> TaskData:
+    from mola.base import load_tokenizer
+
+    return encode_splits(
+        load_splits(str(choices_dir)),
+        load_tokenizer(ModelSource(str(tiny_model_dir))),
+        prompt_template=None,
+        max_length=256,
+        name="choices",
+    )
+
+
+def run_in_process(worker: ProxyWorker, allocation: Allocation, seed: int) -> list[Event]:
+    events = worker.start(allocation, seed, 60)
+    while not isinstance(events[-1], Finished):
+        events += worker.advance(60)
+    return events
+
+
+def test_a_worker_stops_at_each_rung_and_gives_the_same_result_every_time(
+    tiny_model_dir: Path, data: TaskData
+) -> None:
+    worker = ProxyWorker(make_task(tiny_model_dir), data, "cpu", 1)
+    worker.load()
+    first = worker.start(ALLOCATION, 0, 60)
+    assert [type(event) for event in first] == [Step, Step, Rung]
+    rest = worker.advance(60)
+    assert [type(event) for event in rest] == [Step, Step, Finished]
+    worker.start(Allocation([2, 2, 2, 2]), 1, 60)
+    worker.stop()
+    again = run_in_process(worker, ALLOCATION, 0)
+    for before, after in zip([*first, *rest], again, strict=True):
+        if isinstance(before, Step):
+            assert before == after
+        else:
+            assert not isinstance(after, Step)
+            assert before.objective == after.objective
+
+
+def test_a_worker_reports_when_its_time_is_up(tiny_model_dir: Path, data: TaskData) -> None:
+    worker = ProxyWorker(make_task(tiny_model_dir), data, "cpu", 1)
+    worker.load()
+    assert [event.step for event in worker.start(ALLOCATION, 0, 0)] == [1]
+    assert [event.step for event in worker.advance(0)] == [2]
+    worker.stop()
+
+
+def wait_until_idle(pool: RayPool, workers: int) -> None:
+    while pool.idle < workers:
+        pool.poll(60)
+
+
+def test_workers_that_cannot_load_the_model_are_given_up(tmp_path: Path, data: TaskData) -> None:
+    pool = RayPool(make_task(tmp_path / "nothing"), data, workers=1)
+    try:
+        with pytest.raises(PoolError, match="workers cannot be started: ValueError: model"):
+            wait_until_idle(pool, 1)
+    finally:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool(tiny_model_dir: Path, data: TaskData) -> Iterator[RayPool]:
+    """Two workers for the tests below; while they hold all cores, no other pool can start."""
+    pool = RayPool(make_task(tiny_model_dir, steps=400), data, workers=2)
+    yield pool
+    pool.close()
+
+
+def next_events(pool: RayPool) -> list[tuple[int, Event | Failed]]:
+    while not (events := pool.poll(60)):
+        pass
+    for number, event in events:
+        if isinstance(event, Rung):
+            pool.resume(number)
+    return events
+
+
+@pytest.mark.timeout(300)  # three times a process is started, and may have to share the cores
+def test_a_killed_worker_fails_its_trial_and_is_replaced_while_the_other_goes_on(
+    pool: RayPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wait_until_idle(pool, 2)
+    pool.start(Job(5, ALLOCATION, 0))
+    pool.start(Job(6, Allocation([2, 2, 2, 2]), 0))
+    seen: list[tuple[int, Event | Failed]] = []
+    while {number for number, _ in seen} != {5, 6}:
+        seen += next_events(pool)
+    victim = next(w for w in pool._workers if w.job is not None and w.job.number == 5)
+    os.kill(victim.pid, signal.SIGKILL)
+    while not any(isinstance(event, Failed) for _, event in seen):
+        seen += next_events(pool)
+    number, failed = next((n, e) for n, e in seen if isinstance(e, Failed))
+    assert number == 5
+    assert isinstance(failed, Failed)
+    assert failed.retry
+    assert "died" in failed.reason
+    assert pool.size == 2
+    pool.stop(6)
+    wait_until_idle(pool, 2)
+    pool.start(Job(7, ALLOCATION, 0))
+    assert {number for number, _ in next_events(pool)} == {7}
+    pool.stop(7)
+    assert capfd.readouterr() == ("", ""), "Ray's own chatter stays out of the terminal"
+
+
+def test_an_exception_in_a_trial_is_a_reason_in_one_line(pool: RayPool) -> None:
+    wait_until_idle(pool, 2)
+    pool.start(Job(0, Allocation([1, 2]), 0))  # the model has 4 layers
+    ((number, failed),) = next_events(pool)
+    assert number == 0
+    assert isinstance(failed, Failed)
+    assert failed.reason.startswith("ValueError: ")
+    assert "\n" not in failed.reason
