@@ -95,7 +95,9 @@ def _read_prompts(
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             token_mask=mask,
         )
-    return output.logits.float(), output.past_key_values, mask
+    # the name before Transformers 5.24 is `past_key_values`
+    cache = output["cache"] if "cache" in output else output["past_key_values"]
+    return output.logits.float(), cache, mask
 
 
 def _forward(model: nn.Module, **inputs: Any) -> Any:

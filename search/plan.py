@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from studies.spec import StudySpec
 
 if TYPE_CHECKING:
     from mola.data import TaskData
+
+
+CONNECT_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,8 @@ def prepare(settings: Settings) -> Plan:
     from studies.store import storage_url
 
     storage_url(settings.root, name, settings.storage)
+    if settings.address is not None:
+        check_reachable(settings.address)
 
     from mola import base
 
@@ -186,6 +192,24 @@ def check_rungs(rungs: tuple[int, ...] | None, steps: int) -> tuple[int, ...]:
         shown = ",".join(map(str, rungs))
         raise ValueError(f"--rungs {shown}: expected ascending steps from 1 to {steps - 1}")
     return rungs
+
+
+def check_reachable(address: str) -> None:
+    """Find out at once whether somebody answers at an address; Ray would try for minutes.
+
+    Args:
+        address: `host:port`; others, such as `auto`, are Ray's to resolve.
+
+    Raises:
+        ValueError: nobody answers.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdecimal() and "/" not in host):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--address {address}: no Ray cluster answers there ({error})") from error
 
 
 def most_replicates(settings: Settings, budget: ExpertBudget) -> int:

@@ -15,8 +15,9 @@ from collections.abc import Collection
 import numpy as np
 
 from mola.allocation import Allocation, ExpertBudget
+from search.features import FeatureMap
 from search.moves import Floats, Ints, Space, best_additive
-from search.surrogate import FeatureMap, Observations, Posterior, fit
+from search.surrogate import Observations, Posterior, fit
 
 _ENOUGH = 3  # observations before there is a model
 _ATTEMPT_EVERY = 4  # until each layer has had its share of contrasts

@@ -258,7 +258,8 @@ def _search(plan: Plan, study: optuna.Study, url: str) -> int:
 
 def _open_pool(plan: Plan, signals: StopSignals) -> Pool:
     """Start the workers."""
-    from search.workers import RayPool, Task
+    from search.proxy import Task
+    from search.workers import RayPool
 
     settings, spec = plan.settings, plan.spec
     task = Task(spec.model, spec.adapter, spec.train, spec.rungs)

@@ -10,11 +10,12 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from mola.allocation import Allocation, ExpertBudget
+from search.features import FeatureMap
 from search.history import History, all_trials, read_history
 from search.joint import BudgetExhausted, JointSampler, remaining
 from search.projected import ProjectedSampler, UniformSampler
 from search.proposal import propose
-from search.surrogate import FeatureMap, fit
+from search.surrogate import fit
 
 __all__ = [
     "SAMPLERS",

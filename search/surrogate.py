@@ -8,7 +8,7 @@ The objective is modelled as a sum of parts, each a Gaussian process whose varia
 - products of neighbouring layers; and a smooth function of the profile as a whole (two basins);
 - a level per group of trials that share a seed, and noise.
 
-Notation: N observations, L layers, V levels (numbers of experts), R curves beside the logarithm.
+Notation: N observations, M allocations asked about, L layers, V levels (numbers of experts).
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mola.allocation import ExpertBudget
+from search.features import FeatureMap, Features
 from search.moves import Floats, Ints
 
-_CURVES = 6
-_CURVE_SCALE = 0.6  # length scale of the curves, in units of the rescaled logarithm
 _LEVEL_VARIANCE = 4.0  # of a group's level, in units of the values' variance: nearly free
 _JITTER = 1e-6
 _FIT_ON = 256  # observations that the variances are fitted to
@@ -71,73 +69,6 @@ class Observations:
         )
 
 
-@dataclass(frozen=True)
-class _Features:
-    """Features of N allocations: log [N, L], curves [R, N, L], pairs [N, L-1], coarse [N, C]."""
-
-    log: Floats
-    curves: Floats
-    pairs: Floats
-    coarse: Floats
-
-
-class FeatureMap:
-    """Turns allocations of a budget into features, and features into prior covariances."""
-
-    def __init__(self, budget: ExpertBudget) -> None:
-        self.first = min(budget.lows)
-        self.basis = _value_basis(self.first, max(budget.highs), budget.total / budget.num_layers)
-        layers = budget.num_layers
-        depth = np.linspace(0.0, 1.0, layers)
-        sign = np.where(np.arange(layers) % 2 == 0, 1.0, -1.0)
-        self.depth = {
-            "all": np.ones((layers, layers)),
-            "long": _bell(depth, depth, 0.3),
-            "short": _bell(depth, depth, 0.08),
-            "none": np.eye(layers),
-            "every other": np.outer(sign, sign) * _bell(depth, depth, 0.6),
-        }
-        centres = np.linspace(0.0, 1.0, max(1, min(8, layers // 3)))
-        window = _bell(centres, depth, 0.6 / len(centres))
-        self.window = window / window.sum(axis=1, keepdims=True)
-        self.layers = layers
-
-    def __call__(self, counts: Ints) -> _Features:
-        """Compute the features of counts [N, L]."""
-        values = self.basis[counts - self.first]  # [N, L, 1 + R]
-        log = values[..., 0]
-        return _Features(
-            log=log,
-            curves=np.moveaxis(values[..., 1:], -1, 0),
-            pairs=log[:, :-1] * log[:, 1:],
-            coarse=log @ self.window.T,
-        )
-
-    def part(self, feature: str, tie: str, a: _Features, b: _Features) -> Floats:
-        """Compute one part's prior covariance [N_a, N_b] at variance 1."""
-        if feature == "profile":
-            return self.profile(tie, a, b)
-        ties = self.depth[tie] * (2.0 / self.layers)
-        return self.linear(feature, ties, a, b)
-
-    def linear(self, feature: str, ties: Floats, a: _Features, b: _Features) -> Floats:
-        """Compute x_a^T ties x_b for a feature that is linear in its weights."""
-        if feature == "log":
-            return a.log @ ties @ b.log.T
-        if feature == "pairs":
-            return a.pairs @ ties[:-1, :-1] @ b.pairs.T
-        curves = [x @ ties @ y.T for x, y in zip(a.curves, b.curves, strict=True)]
-        return sum(curves, np.zeros((len(a.log), len(b.log))))
-
-    def profile(self, tie: str, a: _Features, b: _Features) -> Floats:
-        """Compute a bell-shaped covariance of the distance between profiles."""
-        x, y = (a.coarse, b.coarse) if tie == "coarse" else (a.log, b.log)
-        scale = (0.175 if tie == "coarse" else 0.5) * x.shape[1]
-        squared = (x * x).sum(1)[:, None] + (y * y).sum(1) - 2.0 * (x @ y.T)
-        bell: Floats = np.exp(-0.5 * np.maximum(squared, 0.0) / scale)
-        return bell
-
-
 class Posterior:
     """The process given the observations and the fitted variances of its parts.
 
@@ -180,7 +111,7 @@ class Posterior:
         self._root = np.linalg.inv(np.linalg.cholesky(gram))  # [N, N], gram^-1 = root^T root
         standard = (observations.values - self.offset) / self.scale
         self._alpha = self._root.T @ (self._root @ standard)
-        self._pending: tuple[_Features, Floats] | None = None
+        self._pending: tuple[Features, Floats] | None = None
         if pending is not None and len(pending):
             waiting = features(pending)
             half = self._half(waiting)
@@ -244,16 +175,16 @@ class Posterior:
         shares += [self._ties["curves"] @ curve.T @ self._alpha for curve in seen.curves]
         return self.scale * np.stack(shares, axis=1) @ self.features.basis.T
 
-    def _standard_mean(self, at: _Features) -> Floats:
+    def _standard_mean(self, at: Features) -> Floats:
         mean: Floats = (self._prior(at, self._seen) + self._same) @ self._alpha
         return mean
 
-    def _half(self, at: _Features) -> Floats:
+    def _half(self, at: Features) -> Floats:
         """Give root @ covariance(seen, at), [N, M]: half of the variance that the data explain."""
         half: Floats = self._root @ (self._prior(self._seen, at) + self._same[:, None])
         return half
 
-    def _prior(self, a: _Features, b: _Features) -> Floats:
+    def _prior(self, a: Features, b: Features) -> Floats:
         total = sum(
             (v * self.features.profile(tie, a, b) for tie, v in self._profile.items()),
             np.zeros((len(a.log), len(b.log))),
@@ -262,7 +193,7 @@ class Posterior:
             total += self.features.linear(feature, ties, a, b)
         return total
 
-    def _prior_variance(self, at: _Features) -> Floats:
+    def _prior_variance(self, at: Features) -> Floats:
         ties = self._ties
         total = np.full(len(at.log), sum(self._profile.values()))
         total += ((at.log @ ties["log"]) * at.log).sum(axis=1)
@@ -317,30 +248,6 @@ def _variances(features: FeatureMap, observations: Observations) -> Floats:
         logs = logs + rate * (drift / (1 - 0.8**step)) / scaled
     fitted: Floats = np.exp(logs)
     return fitted
-
-
-def _value_basis(low: int, high: int, mean: float) -> Floats:
-    """Give the logarithm, rescaled to about -1..1 and 0 at the mean, and R other curves, [V, 1+R].
-
-    The curves are the leading principal functions of a smooth process over the logarithm, less
-    what a constant and the logarithm explain.
-    """
-    log = np.log1p(np.arange(low, high + 1, dtype=float))
-    half = max((log[-1] - log[0]) / 2, 1e-9)
-    log = (log - np.log1p(mean)) / half
-    if len(log) <= 2:
-        return np.stack([log], axis=1)
-    known = np.linalg.qr(np.stack([np.ones_like(log), log], axis=1))[0]
-    rest = np.eye(len(log)) - known @ known.T
-    sizes, curves = np.linalg.eigh(rest @ _bell(log, log, _CURVE_SCALE) @ rest)
-    leading = np.argsort(sizes)[::-1][: min(_CURVES, len(log) - 2)]
-    curves = curves[:, leading] * np.sqrt(np.maximum(sizes[leading], 0.0))
-    return np.concatenate([log[:, None], curves], axis=1)
-
-
-def _bell(a: Floats, b: Floats, scale: float) -> Floats:
-    bell: Floats = np.exp(-0.5 * ((a[:, None] - b) / scale) ** 2)
-    return bell
 
 
 def _levels(groups: Ints) -> Floats:

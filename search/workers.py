@@ -1,27 +1,23 @@
-"""Run trials in Ray actors: each holds the frozen base model and trains one adapter at a time.
+"""Run trials in Ray actors, one process per worker.
 
 The only file that imports Ray, and only once a pool is opened.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import time
-from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung
-from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.layout import Layout, plan_layout
 from search.pool import Failed, Job, PoolError
+from search.proxy import ProxyWorker, Task
 
 if TYPE_CHECKING:
     from mola.data import TaskData
@@ -30,105 +26,6 @@ SLICE_SECONDS = 1.0
 """How long a worker trains before it reports: the beat of the progress display."""
 
 MOST_FAILED_STARTS = 3
-
-
-@dataclass(frozen=True)
-class Task:
-    """What all trials of a search share.
-
-    Attributes:
-        model: The frozen base model.
-        adapter: The adapter but its allocation.
-        train: Length, batch and optimizer.
-        rungs: Steps at which a trial is evaluated on the way.
-    """
-
-    model: ModelSource
-    adapter: AdapterSettings
-    train: TrainSettings
-    rungs: tuple[int, ...]
-
-
-class ProxyWorker:
-    """Run trials one after the other on one base model; lives in a process of its own.
-
-    Args:
-        task: what all trials share.
-        data: the tokenised rows; Ray hands them over without a copy per worker.
-        device: see `Layout.device`.
-        threads: threads of torch.
-    """
-
-    def __init__(self, task: Task, data: TaskData, device: str, threads: int) -> None:
-        self._task = task
-        self._data = data
-        self._device = device
-        self._threads = threads
-        self._model: Any = None
-        self._accelerator: Any = None
-        self._trial: Generator[Event, None, None] | None = None
-
-    def load(self) -> int:
-        """Load the base model, once for all trials.
-
-        Returns:
-            The process id.
-        """
-        import torch
-        from accelerate import Accelerator
-
-        import mola.trial  # noqa: F401  # so that the first trial does not pay for it
-        from mola.base import load_model
-
-        torch.set_num_threads(self._threads)
-        self._model = load_model(self._task.model, self._device)
-        halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        on_cpu = self._device == "cpu"
-        precision = "no" if on_cpu else halves.get(self._model.dtype, "no")
-        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
-        gc.freeze()  # what is here stays, so that no collection between trials looks at it again
-        return os.getpid()
-
-    def start(self, allocation: Allocation, seed: int, max_seconds: float) -> list[Event]:
-        """Begin a trial; see `advance`."""
-        from mola.trial import run_trial
-
-        trial = run_trial(
-            self._model,
-            self._data,
-            allocation,
-            self._task.adapter,
-            self._task.train,
-            seed=seed,
-            accelerator=self._accelerator,
-            rungs=self._task.rungs,
-        )
-        self._trial = cast(Generator[Event, None, None], trial)
-        return self.advance(max_seconds)
-
-    def advance(self, max_seconds: float) -> list[Event]:
-        """Go on with the trial until a rung, its end, or the time is up.
-
-        Args:
-            max_seconds: wall clock; the step under way is finished.
-        """
-        if self._trial is None:
-            raise RuntimeError("no trial is running")
-        deadline = time.monotonic() + max_seconds
-        events = []
-        for event in self._trial:
-            events.append(event)
-            if isinstance(event, Finished):
-                self.stop()
-            if isinstance(event, (Rung, Finished)) or time.monotonic() >= deadline:
-                return events
-        raise RuntimeError("the trial ended without a result")
-
-    def stop(self) -> None:
-        """End the trial, if there is one, and take its adapter off the base model."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            trial.close()
 
 
 class _State(Enum):
@@ -165,8 +62,8 @@ class RayPool:
             from this machine alone.
 
     Raises:
-        PoolError: Ray cannot be started or reached.
-        ValueError: the workers do not fit on the machine or cluster.
+        PoolError: Ray cannot be started.
+        ValueError: there is no such cluster, or the workers do not fit on it.
     """
 
     def __init__(
@@ -310,7 +207,8 @@ def _connect(address: str | None) -> tuple[ModuleType, bool]:
         The module, and whether Ray was started or joined here rather than by the caller.
 
     Raises:
-        PoolError: Ray cannot be started or reached.
+        PoolError: Ray cannot be started.
+        ValueError: there is no cluster at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -338,8 +236,10 @@ def _connect(address: str | None) -> tuple[ModuleType, bool]:
             runtime_env=environment if address else None,
         )
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        where = f"reach Ray at {address}" if address else "start Ray on this machine"
-        raise PoolError(f"cannot {where}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if address is not None:
+            raise ValueError(f"--address {address}: cannot join the cluster: {reason}") from error
+        raise PoolError(f"cannot start Ray on this machine: {reason}") from error
     return ray, True
 
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mola.allocation import Allocation, ExpertBudget
@@ -155,6 +155,7 @@ def test_equal_bounds_make_equal_budgets() -> None:
     assert json.loads(json.dumps(dataclasses.asdict(budget)))["low"] == [1, 2]
 
 
+@settings(deadline=None)  # enumerates
 @given(budgets())
 def test_size_and_member_enumerate_the_budget(budget: ExpertBudget) -> None:
     expected = members(budget)
@@ -206,6 +207,7 @@ def test_uniform_stays_in_the_budget_and_follows_the_generator(
     assert all(allocation in budget for allocation in first)
 
 
+@settings(deadline=None)  # enumerates
 @given(st.data())
 def test_project_finds_the_closest_member(data: st.DataObject) -> None:
     budget = data.draw(budgets(max_layers=5, max_count=4))
@@ -247,6 +249,7 @@ def test_project_needs_a_weight_per_layer() -> None:
         ExpertBudget(3, 6).project([1.0, 2.0])
 
 
+@settings(deadline=None)  # enumerates
 @given(budgets(max_layers=4), st.integers(0, 2**32))
 def test_neighbours_are_the_members_one_move_away(budget: ExpertBudget, seed: int) -> None:
     centre = budget.uniform(np.random.default_rng(seed))

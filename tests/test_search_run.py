@@ -174,6 +174,7 @@ def test_the_default_name_is_readable_and_finds_the_study_again(run: Run) -> Non
         ({"study": "../elsewhere"}, "'../elsewhere' cannot name a folder"),
         ({"storage": "carrier-pigeon://x"}, "carrier-pigeon"),
         ({"storage": "nonsense"}, "is not a database URL"),
+        ({"address": "127.0.0.1:1"}, "--address 127.0.0.1:1: no Ray cluster answers there"),
         ({"config": "nothing.toml"}, "nothing.toml"),
         ({"stepz": 3}, "No such option"),
     ],
@@ -320,7 +321,7 @@ def test_a_search_from_end_to_end_survives_a_killed_driver(
 ) -> None:
     command = [sys.executable, "-m", "search.run", "--model", str(tiny_model_dir)]
     command += ["--data", str(choices_dir), "--budget", "8", "--trials", "6", "--steps", "3"]
-    command += ["--study", "mine", "--confirm-seeds", "2", "--workers", "2"]
+    command += ["--study", "mine", "--confirm-seeds", "0", "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(search.run.__file__).parent.parent)}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mola.allocation import ExpertBudget
+from search.features import FeatureMap
 from search.surrogate import (
     _LEVEL_VARIANCE,
     _PARTS,
-    FeatureMap,
     Observations,
     Posterior,
     _variances,

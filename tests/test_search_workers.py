@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from mola.data import TaskData, encode_splits, load_splits
 from mola.events import Event, Finished, Rung, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.pool import Failed, Job, PoolError
-from search.workers import ProxyWorker, RayPool, Task
+from search.proxy import ProxyWorker, Task
+from search.workers import RayPool
 
 ALLOCATION = Allocation([1, 2, 3, 2])
 
@@ -76,6 +79,14 @@ def test_a_worker_reports_when_its_time_is_up(tiny_model_dir: Path, data: TaskDa
     worker.stop()
 
 
+def close(pool: RayPool) -> None:
+    """Close a pool, and let go of Ray's processes, which it kills but does not wait for."""
+    pool.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
 def wait_until_idle(pool: RayPool, workers: int) -> None:
     while pool.idle < workers:
         pool.poll(60)
@@ -87,7 +98,7 @@ def test_workers_that_cannot_load_the_model_are_given_up(tmp_path: Path, data: T
         with pytest.raises(PoolError, match="workers cannot be started: ValueError: model"):
             wait_until_idle(pool, 1)
     finally:
-        pool.close()
+        close(pool)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +106,7 @@ def pool(tiny_model_dir: Path, data: TaskData) -> Iterator[RayPool]:
     """Two workers for the tests below; while they hold all cores, no other pool can start."""
     pool = RayPool(make_task(tiny_model_dir, steps=400), data, workers=2)
     yield pool
-    pool.close()
+    close(pool)
 
 
 def next_events(pool: RayPool) -> list[tuple[int, Event | Failed]]:
