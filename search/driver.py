@@ -210,13 +210,16 @@ class Driver:
             self._strike(str(error))
             return
         label = trial.user_attrs.get("label", store.SEARCH)
-        job = Job(trial.number, allocation, trial.user_attrs.get("seed", self.spec.seed))
+        seed = trial.user_attrs.get("seed", self.spec.seed)
+        # Nothing is decided at the rungs of a replicate, and an evaluation costs time.
+        rungs = () if label == store.REPLICATE else self.spec.rungs
+        job = Job(trial.number, allocation, seed, rungs)
         self._running[job.number] = _Run(trial, job, label, time.monotonic())
         fits = allocation in self.spec.budget  # no sampler has seen what someone else enqueued
         if fits:
             self.started += 1
             pool.start(job)
-        store.mark(trial, label=label, seed=job.seed)
+        store.mark(trial, label=label, seed=seed)
         for name, range_ in self._distributions.items():
             trial.suggest_int(name, range_.low, range_.high)
         self.notify(Started(job, label))

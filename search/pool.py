@@ -17,11 +17,13 @@ class Job:
         number: Number of the trial in the study.
         allocation: Experts per layer.
         seed: Seed of the data order, dropout and fresh weights.
+        rungs: Steps after which it is evaluated on the way and waits for a decision.
     """
 
     number: int
     allocation: Allocation
     seed: int
+    rungs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

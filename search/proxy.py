@@ -9,9 +9,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from search.pool import Job
 
 if TYPE_CHECKING:
     from mola.data import TaskData
@@ -25,13 +25,11 @@ class Task:
         model: The frozen base model.
         adapter: The adapter but its allocation.
         train: Length, batch and optimizer.
-        rungs: Steps at which a trial is evaluated on the way.
     """
 
     model: ModelSource
     adapter: AdapterSettings
     train: TrainSettings
-    rungs: tuple[int, ...]
 
 
 class ProxyWorker:
@@ -74,19 +72,19 @@ class ProxyWorker:
         gc.freeze()  # what is here stays, so that no collection between trials looks at it again
         return os.getpid()
 
-    def start(self, allocation: Allocation, seed: int, max_seconds: float) -> list[Event]:
+    def start(self, job: Job, max_seconds: float) -> list[Event]:
         """Begin a trial; see `advance`."""
         from mola.trial import run_trial
 
         trial = run_trial(
             self._model,
             self._data,
-            allocation,
+            job.allocation,
             self._task.adapter,
             self._task.train,
-            seed=seed,
+            seed=job.seed,
             accelerator=self._accelerator,
-            rungs=self._task.rungs,
+            rungs=job.rungs,
         )
         self._trial = cast(Generator[Event, None, None], trial)
         return self.advance(max_seconds)

@@ -262,7 +262,7 @@ def _open_pool(plan: Plan, signals: StopSignals) -> Pool:
     from search.workers import RayPool
 
     settings, spec = plan.settings, plan.spec
-    task = Task(spec.model, spec.adapter, spec.train, spec.rungs)
+    task = Task(spec.model, spec.adapter, spec.train)
     with user_errors():
         pool = RayPool(
             task,

@@ -102,7 +102,7 @@ class RayPool:
         worker = next(w for w in self._workers if w.state is _State.IDLE)
         worker.job = job
         worker.state = _State.RUNNING
-        worker.call = worker.actor.start.remote(job.allocation, job.seed, SLICE_SECONDS)
+        worker.call = worker.actor.start.remote(job, SLICE_SECONDS)
 
     def resume(self, number: int) -> None:
         """Let a trial go on after a rung."""

@@ -132,6 +132,13 @@ def test_the_best_and_the_named_run_again_on_fresh_seeds() -> None:
     assert get_conclusion(study) == conclusion
 
 
+def test_only_the_search_is_evaluated_on_the_way() -> None:
+    pool = PretendPool()
+    drive(fresh_study(), pool, RULES)
+    assert {job.rungs for job in pool.jobs if job.seed == SPEC.seed} == {SPEC.rungs}
+    assert {job.rungs for job in pool.jobs if job.seed != SPEC.seed} == {()}
+
+
 def test_a_finished_study_starts_no_worker(tmp_path: Path) -> None:
     drive(open_(tmp_path), PretendPool(), RULES)
 

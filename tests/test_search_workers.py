@@ -20,6 +20,7 @@ from search.proxy import ProxyWorker, Task
 from search.workers import RayPool
 
 ALLOCATION = Allocation([1, 2, 3, 2])
+JOB = Job(0, ALLOCATION, 0, rungs=(2,))
 
 
 def make_task(model: Path, steps: int = 4, learning_rate: float = 1e-2) -> Task:
@@ -27,7 +28,6 @@ def make_task(model: Path, steps: int = 4, learning_rate: float = 1e-2) -> Task:
         ModelSource(str(model)),
         AdapterSettings(r=2),
         TrainSettings(steps=steps, batch_size=4, learning_rate=learning_rate),
-        rungs=(2,),
     )
 
 
@@ -44,8 +44,8 @@ def data(tiny_model_dir: Path, choices_dir: Path) -> TaskData:
     )
 
 
-def run_in_process(worker: ProxyWorker, allocation: Allocation, seed: int) -> list[Event]:
-    events = worker.start(allocation, seed, 60)
+def run_in_process(worker: ProxyWorker, job: Job) -> list[Event]:
+    events = worker.start(job, 60)
     while not isinstance(events[-1], Finished):
         events += worker.advance(60)
     return events
@@ -56,13 +56,13 @@ def test_a_worker_stops_at_each_rung_and_gives_the_same_result_every_time(
 ) -> None:
     worker = ProxyWorker(make_task(tiny_model_dir), data, "cpu", 1)
     worker.load()
-    first = worker.start(ALLOCATION, 0, 60)
+    first = worker.start(JOB, 60)
     assert [type(event) for event in first] == [Step, Step, Rung]
     rest = worker.advance(60)
     assert [type(event) for event in rest] == [Step, Step, Finished]
-    worker.start(Allocation([2, 2, 2, 2]), 1, 60)
+    worker.start(Job(1, Allocation([2, 2, 2, 2]), 1), 60)
     worker.stop()
-    again = run_in_process(worker, ALLOCATION, 0)
+    again = run_in_process(worker, JOB)
     for before, after in zip([*first, *rest], again, strict=True):
         if isinstance(before, Step):
             assert before == after
@@ -71,10 +71,22 @@ def test_a_worker_stops_at_each_rung_and_gives_the_same_result_every_time(
             assert before.objective == after.objective
 
 
+def test_an_evaluation_on_the_way_does_not_change_the_result(
+    tiny_model_dir: Path, data: TaskData
+) -> None:
+    """So that replicates, which have no rungs, compare with the trials of the search."""
+    worker = ProxyWorker(make_task(tiny_model_dir), data, "cpu", 1)
+    worker.load()
+    last = [run_in_process(worker, Job(0, ALLOCATION, 0, rungs))[-1] for rungs in [(), (1, 3)]]
+    assert isinstance(last[0], Finished)
+    assert isinstance(last[1], Finished)
+    assert last[0].objective == last[1].objective
+
+
 def test_a_worker_reports_when_its_time_is_up(tiny_model_dir: Path, data: TaskData) -> None:
     worker = ProxyWorker(make_task(tiny_model_dir), data, "cpu", 1)
     worker.load()
-    assert [event.step for event in worker.start(ALLOCATION, 0, 0)] == [1]
+    assert [event.step for event in worker.start(Job(0, ALLOCATION, 0), 0)] == [1]
     assert [event.step for event in worker.advance(0)] == [2]
     worker.stop()
 
