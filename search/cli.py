@@ -123,8 +123,20 @@ def group(*options: Callable[[Any], Any]) -> Callable[[CommandT], CommandT]:
     return decorate
 
 
-positive = click.IntRange(min=1)
-rate = click.FloatRange(min=0, min_open=True)
+class Whole(click.IntRange):
+    """An integer in a range, called so in messages and help."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """A number in a range, called so in messages and help."""
+
+    name = "number"
+
+
+positive = Whole(min=1)
+rate = Number(min=0, min_open=True)
 
 model_options = group(
     option(
@@ -199,7 +211,7 @@ adapter_options = group(
     option(
         "Adapter",
         "--lora-dropout",
-        type=click.FloatRange(0, 1, max_open=True),
+        type=Number(0, 1, max_open=True),
         default=0.05,
         help="Probability with which an expert's input is dropped.",
     ),
@@ -207,7 +219,7 @@ adapter_options = group(
     option(
         "Adapter",
         "--router-aux-loss-coef",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         default=0.0,
         help="Weight of the balance loss; 0: off.",
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from search.cli import Command, option, study_options, user_errors
+from search.cli import Command, Whole, option, study_options, user_errors
 
 
 @click.command(cls=Command)
@@ -21,7 +21,7 @@ from search.cli import Command, option, study_options, user_errors
 @option(
     "Export",
     "--trial",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     metavar="N",
     help="Number of a complete trial.  [default: the winner]",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mola.settings import DTYPES
-from search.cli import Command, one_line, option, positive, rate, user_errors
+from search.cli import Command, Whole, one_line, option, positive, rate, user_errors
 from search.retrain_plan import Options, Plan, prepare
 from search.signals import StopSignals
 from search.terminal import calm_libraries, warnings_as_lines
@@ -51,7 +51,7 @@ FAILED = 1
 @option(
     "Allocation",
     "--seed",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=10,
     help="First seed. The default is the paper's, and none that a search uses by default.",
 )
@@ -107,7 +107,7 @@ FAILED = 1
 @option(
     "Training",
     "--warmup-steps",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     help="Steps of the warm-up.  [default: 100, or a tenth of all steps if that is less]",
 )
 @option(

@@ -13,6 +13,8 @@ from search import config
 from search.cli import (
     CommaList,
     Command,
+    Number,
+    Whole,
     adapter_options,
     data_options,
     model_options,
@@ -55,7 +57,7 @@ PRUNERS = ("median", "none")  # importing them takes longer than --help may
 @option(
     "Search",
     "--min-experts",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=1,
     help="Fewest experts in a layer; 0 leaves layers frozen.",
 )
@@ -96,14 +98,14 @@ PRUNERS = ("median", "none")  # importing them takes longer than --help may
 @option(
     "Search",
     "--confirm-seeds",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=3,
     help="Number of fresh seeds; 0: the winner stays unconfirmed.",
 )
 @option(
     "Search",
     "--seed",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=0,
     help="Seed of proxies and sampler; the fresh seeds follow it.",
 )
@@ -120,7 +122,7 @@ PRUNERS = ("median", "none")  # importing them takes longer than --help may
 @option(
     "Machines",
     "--gpus-per-worker",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     help="GPUs of a worker: 0.5 packs two on a GPU, 2 shards the model over two.  "
     "[default: 1 if there is any]",
 )
