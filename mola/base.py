@@ -22,13 +22,6 @@ from transformers import (
 from mola.demo import MODEL_DIR
 from mola.settings import ModelSource
 
-DEMO_NAME = "built-in demonstration model"
-
-
-def display_name(source: ModelSource) -> str:
-    """Return the model's name as people know it."""
-    return DEMO_NAME if source.name is None else source.name
-
 
 def load_config(source: ModelSource) -> Any:
     """Load the model's configuration alone.
@@ -51,18 +44,27 @@ def num_layers(source: ModelSource) -> int:
     layers = getattr(config, "num_hidden_layers", None)
     if getattr(config, "is_encoder_decoder", False) or not layers:
         raise ValueError(
-            f"model {display_name(source)!r} ({config.model_type}) is no decoder-only model with "
+            f"model {source.display_name!r} ({config.model_type}) is no decoder-only model with "
             "numbered layers"
         )
     return int(layers)
 
 
-def max_positions(source: ModelSource) -> int | None:
-    """Read the longest context, in tokens; None where the model sets no limit."""
+def check_length(source: ModelSource, max_length: int) -> None:
+    """Check that rows of some length fit into the model's context.
+
+    Args:
+        source: The model.
+        max_length: In tokens.
+
+    Raises:
+        ValueError: If they do not.
+    """
     config = load_config(source)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
-    return int(limit) if limit else None
+    if limit and max_length > limit:
+        raise ValueError(f"--max-length {max_length}: the model's context is {limit} tokens")
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -166,4 +168,4 @@ def _readable_errors(source: ModelSource) -> Iterator[None]:
         else:
             hint = "it is there, but cannot be loaded"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"model {display_name(source)!r}: {hint} ({reason})") from error
+        raise ValueError(f"model {source.display_name!r}: {hint} ({reason})") from error

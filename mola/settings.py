@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DEMO_MODEL = "built-in demonstration model"
+DEMO_TASK = "built-in task"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -37,6 +39,11 @@ class ModelSource:
         _require(
             self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}"
         )
+
+    @property
+    def display_name(self) -> str:
+        """The model's name as people know it."""
+        return DEMO_MODEL if self.name is None else self.name
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mola.allocation import ExpertBudget
-from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from mola.settings import DEMO_TASK, AdapterSettings, ModelSource, TrainSettings
 from search.priors.named import named_allocations
 from studies.spec import StudySpec
 
@@ -151,6 +151,7 @@ def prepare(settings: Settings) -> Plan:
     budget = ExpertBudget(
         base.num_layers(source), settings.budget, settings.min_experts, settings.max_experts
     )
+    base.check_length(source, settings.max_length)
     data = _load_data(settings)
     spec = StudySpec(
         num_layers=budget.num_layers,
@@ -228,7 +229,7 @@ def _load_data(settings: Settings) -> TaskData:
     from mola.base import load_tokenizer
     from mola.data import encode_splits, load_splits
 
-    name = "built-in task" if settings.data is None else _short_name(settings.data)
+    name = DEMO_TASK if settings.data is None else _short_name(settings.data)
     splits = load_splits(settings.data, limit_validation=settings.validation_rows)
     splits = {split: rows for split, rows in splits.items() if split != "test"}
     return encode_splits(

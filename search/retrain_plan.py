@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mola.allocation import Allocation, ExpertBudget
 from mola.demo import DEFAULTS
-from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from mola.settings import DEMO_TASK, AdapterSettings, ModelSource, TrainSettings
 from search.priors.named import NAMES, named
 from search.retrain_file import Conditions
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 MAX_LENGTH = 256  # the paper's
 LEARNING_RATE = 3e-4  # the paper's
 MICRO_BATCH = 8  # the reference implementation's
-BUILT_IN_TASK = "built-in task"
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,8 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
 
     from mola import base
 
-    _check_layers(allocations, base.num_layers(source), base.display_name(source))
-    longest = base.max_positions(source)
-    if longest is not None and max_length > longest:
-        raise ValueError(f"--max-length {max_length}: the model's context is {longest} tokens")
+    _check_layers(allocations, base.num_layers(source), source.display_name)
+    base.check_length(source, max_length)
     data = _load(source, place, template, max_length)
     conditions = Conditions(
         experts=allocation.experts,
@@ -166,8 +163,8 @@ def _data_place(options: Options, source: ModelSource, study: dict[str, Any]) ->
     """Say where the rows are; None is the built-in task."""
     if options.data is not None:
         return options.data
-    stored = study.get("data", BUILT_IN_TASK if source.name is None else None)
-    if stored == BUILT_IN_TASK and source.name is None:
+    stored = study.get("data", DEMO_TASK if source.name is None else None)
+    if stored == DEMO_TASK and source.name is None:
         return None
     told = "" if stored is None else f"; the study's data set is called {stored!r}"
     raise ValueError(f"say by --data where the rows are{told}")
@@ -216,7 +213,7 @@ def _load(source: ModelSource, place: str | None, template: str | None, length: 
     from mola.base import load_tokenizer
     from mola.data import encode_splits, load_splits
 
-    name = BUILT_IN_TASK if place is None else Path(place).resolve().name
+    name = DEMO_TASK if place is None else Path(place).resolve().name
     return encode_splits(
         load_splits(place),
         load_tokenizer(source),

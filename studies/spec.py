@@ -12,7 +12,6 @@ from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from studies.strict import decode
 
 FORMAT_VERSION = 1
-BUILT_IN_MODEL = "built-in demonstration model"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class StudySpec:
     @property
     def model_name(self) -> str:
         """The base model's name, for people."""
-        return self.model.name or BUILT_IN_MODEL
+        return self.model.display_name
 
     def to_json(self) -> str:
         """Write the spec as one line of JSON, keys in the order of the fields."""
