@@ -163,7 +163,10 @@ def _readable_errors(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if source.name is not None and not Path(source.name).exists():
+        name = source.name
+        if name is not None and not Path(name).exists():
+            if Path(name).is_absolute() or name.startswith("."):
+                raise ValueError(f"model {name!r}: no such folder") from error
             hint = "no such folder here, and it cannot be had from the Hugging Face hub"
         else:
             hint = "it is there, but cannot be loaded"

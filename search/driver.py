@@ -139,7 +139,8 @@ class Driver:
         """Put right what a killed driver left, and enqueue the named allocations."""
         lost = store.reconcile(self.study)
         if lost:
-            self.notify(Note(f"{lost} trials that an earlier run left unfinished start again"))
+            trials = "1 trial" if lost == 1 else f"{lost} trials"
+            self.notify(Note(f"left unfinished by an earlier run, to start again: {trials}"))
         self._done = {
             record.allocation
             for record in store.records(self.study)
