@@ -42,13 +42,15 @@ def print_results(
     say(chart(allocation, console.encoding))
     say()
     console.print(_comparison(conclusion))
-    seeds = f"{winner['seeds']} seeds, +- standard error" if winner["seeds"] > 1 else "one seed"
+    seeds = "one seed"
+    if winner["seeds"] > 1:
+        seeds = f"{winner['seeds']} seeds, one of which chose the finalists, +- standard error"
     say(f"  objective: validation loss in {spec.objective}, lower is better; mean of {seeds}")
     if conclusion["fresh_seeds"]:
         fresh = ", ".join(map(str, conclusion["fresh_seeds"]))
         say(
             f"  to uniform: paired difference on the fresh seeds {fresh}, with intervals that "
-            f"hold together at {conclusion['confidence']:.0%}"
+            f"hold together at {conclusion['confidence']:.0%} (residual pooled over all rows)"
         )
     say()
     for name, text in commands(settings, url).items():

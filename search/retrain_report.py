@@ -38,7 +38,7 @@ def print_report(
     }
     has_test = all(run.test is not None for found in runs.values() for run in found)
     for name, allocation in allocations.items():
-        say(f"{name}: {allocation} experts, {allocation.total} in all")
+        say(f"{name}: {allocation} ({allocation.total} experts)")
     say()
     console.print(_table(results, runs, has_test))
     unit = results.conditions.objective

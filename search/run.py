@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from mola.demo import DEFAULTS
 from search import config
 from search.cli import (
     CommaList,
@@ -38,7 +39,13 @@ SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")  # search.sampler's and se
 PRUNERS = ("median", "none")  # importing them takes longer than --help may
 
 
-@click.command(cls=Command, context_settings={"max_content_width": 100})
+def _demo_defaults() -> str:
+    """Say for the help which defaults are others with the built-in model."""
+    settings = ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in DEFAULTS.items())
+    return f"Without --model the defaults are those of the built-in one: {settings}."
+
+
+@click.command(cls=Command, context_settings={"max_content_width": 100}, epilog=_demo_defaults())
 @option(
     "Search",
     "--budget",
