@@ -255,21 +255,23 @@ def test_a_sampler_built_anew_goes_on_as_before() -> None:
     assert found == expected
 
 
-def test_seeds_change_proposals_and_no_seed_means_a_fresh_one() -> None:
+def test_another_seed_gives_other_proposals() -> None:
     budget = ExpertBudget(12, 60)
-    runs = []
-    for seed in (1, 2, None, None):
-        study = optuna.create_study(sampler=BudgetSampler(budget, seed=seed))
-        runs.append(tuple(searched(study, 8, budget)))
-    assert len(set(runs)) == 4
+    studies = [optuna.create_study(sampler=BudgetSampler(budget, seed=seed)) for seed in (1, 2)]
+    assert searched(studies[0], 8, budget) != searched(studies[1], 8, budget)
 
 
-def test_reseeding_changes_the_seed() -> None:
+def test_no_seed_and_reseeding_mean_a_fresh_one() -> None:
+    """Uniform draws, of which eight agree by chance once in more than 1e60 runs."""
     budget = ExpertBudget(12, 60)
-    study = optuna.create_study(sampler=BudgetSampler(budget, seed=1))
-    other = optuna.create_study(sampler=BudgetSampler(budget, seed=1))
-    other.sampler.reseed_rng()
-    assert searched(study, 8, budget) != searched(other, 8, budget)
+    assert budget.size() > 10**8
+    studies = [
+        optuna.create_study(sampler=make_sampler("random", budget, seed))
+        for seed in (None, None, 1, 1)
+    ]
+    studies[3].sampler.reseed_rng()
+    runs = {tuple(searched(study, 8, budget)) for study in studies}
+    assert len(runs) == 4
 
 
 def test_eight_proposals_without_a_result_are_different_and_not_alike() -> None:
