@@ -1,47 +1,26 @@
-"""Compute one adapted linear layer: a frozen base layer plus a routed mixture of LoRA experts.
+"""Wrap one linear layer: a frozen base layer plus a routed mixture of LoRA experts.
 
 Notation: B batch · T tokens · N experts of this layer · K = min(top_k, N) · r rank of an expert ·
-d_in, d_out features of the base layer.
-
-All experts of a layer are stacked, so that there is no loop over experts and no host
-synchronisation: A is [N * r, d_in], Bm is [d_out, N * r], and the layer is
-`W_0 x + (lora_alpha / r) * Bm (g ⊙ (A dropout(x)))`, where g repeats each expert's gate r times and
-is zero outside the token's top K.
-
-Source: MoLA, arXiv 2402.08562, equations 3 and 4. The softmax over all experts, cut to the top K
-and divided by its sum, equals the softmax over the top K logits, which is what is computed.
+d_in, d_out features of the base layer. All experts of a layer are stacked: A is [N * r, d_in], B is
+[d_out, N * r]; `mola.mixture` computes with them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from mola.config import MolaConfig
+from mola.mixture import draw_dropped, gated_products
 from mola.routing import Routing, balance_loss
-
-
-def gates(logits: Tensor, top_k: int) -> Tensor:
-    """Return each expert's share of each token.
-
-    Args:
-        logits: [..., N], router outputs in float32.
-        top_k: Experts that a token is sent to, at most N.
-
-    Returns:
-        [..., N]: zero outside the top k; each row sums to 1.
-    """
-    if top_k >= logits.shape[-1]:
-        return logits.softmax(dim=-1)
-    top, index = logits.topk(top_k, dim=-1)  # [..., K]
-    return torch.zeros_like(logits).scatter(-1, index, top.softmax(dim=-1))
+from mola.siblings import Siblings
 
 
 class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
@@ -85,6 +64,7 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.aux_coef: dict[str, float] = {}
         self.routing = routing
         self.balance: Tensor | None = None
+        self.siblings = Siblings([self])
         self.add_adapter(adapter_name, config, num_experts)
         self.train(base_layer.training)
 
@@ -96,9 +76,7 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.r[adapter_name] = config.r
         self.scaling[adapter_name] = config.lora_alpha / config.r
         self.aux_coef[adapter_name] = config.router_aux_loss_coef
-        self.lora_dropout[adapter_name] = (
-            nn.Dropout(config.lora_dropout) if config.lora_dropout > 0 else nn.Identity()
-        )
+        self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout)
         like = self.get_base_layer()
         self.lora_A[adapter_name] = _empty_linear(self.in_features, rank, like)
         self.lora_B[adapter_name] = _empty_linear(rank, self.out_features, like)
@@ -145,40 +123,66 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         Returns:
             [..., d_out], in the base layer's output dtype.
         """
-        result: Tensor = self.base_layer(x, *args, **kwargs)
+        base = self.base_layer
+        # a plain linear layer's output is ours alone, and what is added to it needs no copy
+        alone = type(base) is nn.Linear and not base._forward_hooks and not args and not kwargs
+        result: Tensor = base(x.reshape(-1, x.shape[-1]) if alone else x, *args, **kwargs)
+        shape = (*x.shape[:-1], self.out_features)
         if self.disable_adapters:
-            return result
+            return result.view(shape)
         for name in self.active_adapters:
             if name in self.lora_A:
-                result = result + self._mixture(x, name).to(result.dtype)
-        return result
+                result = self._add_mixture(result, x, name, in_place=alone)
+        return result.view(shape)
 
-    def _mixture(self, x: Tensor, name: str) -> Tensor:
-        A, Bm = _weight(self.lora_A[name]), _weight(self.lora_B[name])
-        x_dropped = self.lora_dropout[name](x)
-        if not torch.is_autocast_enabled(x.device.type):
-            x_dropped = x_dropped.to(A.dtype)
-        h = F.linear(x_dropped, A)  # [..., N * r]
-        if self.num_experts[name] > 1:
-            share = self._route(x, name)
-            if self.scaling[name] != 1:
-                share = share * self.scaling[name]
-            experts = h.view(*h.shape[:-1], self.num_experts[name], self.r[name])
-            h = (experts * share.to(h.dtype).unsqueeze(-1)).flatten(-2)
-        else:
-            h = h * self.scaling[name]
-        return F.linear(h, Bm)
-
-    def _route(self, x: Tensor, name: str) -> Tensor:
+    def _add_mixture(self, result: Tensor, x: Tensor, name: str, *, in_place: bool) -> Tensor:
+        gated = self.siblings.products(self, x, name)  # [S, N * r]
+        B = _weight(self.lora_B[name]).to(gated.dtype)
+        if in_place and result.dtype == gated.dtype:
+            return result.addmm_(gated, B.t())
         with torch.autocast(x.device.type, enabled=False):
-            weight = _weight(self.lora_router[name])
-            logits = F.linear(x.to(weight.dtype), weight)  # [..., N], float32 unless asked for more
-            share = gates(logits, self.top_k[name])
-            if self.training and self.aux_coef[name] > 0:
-                self.balance = balance_loss(logits, share, self.routing.token_mask)
+            mixture = gated @ B.t()
+        return result + mixture.to(result.dtype).view(result.shape)
+
+    def compute(self, layers: list[MolaLayer], x: Tensor, name: str) -> Sequence[Tensor]:
+        """Compute the gated low-rank products of layers that read the same input.
+
+        Args:
+            layers: With equal settings, this one among them.
+            x: [..., d_in].
+            name: The adapter's name.
+
+        Returns:
+            [S, N * r] for each of the layers.
+        """
+        tokens = x.reshape(-1, x.shape[-1])  # [S, d_in]
+        scale, dropped = self.scaling[name], None
+        dropout = self.lora_dropout[name]
+        assert isinstance(dropout, nn.Dropout)
+        if dropout.training and dropout.p > 0:
+            dropped = draw_dropped(tokens, dropout.p)
+            scale = scale / (1 - dropout.p)
+        A = [_weight(layer.lora_A[name]) for layer in layers]
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            A = [weight.to(torch.get_autocast_dtype(device)) for weight in A]
+        routed = name in self.lora_router
+        routers = [_weight(layer.lora_router[name]) for layer in layers] if routed else []
+        with torch.autocast(device, enabled=False):
+            gated = gated_products(
+                tokens, A, routers, top_k=self.top_k[name], scale=scale, dropped=dropped
+            )
+            if gated.logits is not None and gated.gates is not None:
+                parts = zip(gated.logits.unbind(1), gated.gates.unbind(1), strict=True)
+                for layer, (logits, share) in zip(layers, parts, strict=True):
+                    layer._measure(logits, share, name)
+        return gated.products.unbind(1)
+
+    def _measure(self, logits: Tensor, share: Tensor, name: str) -> None:
+        if self.training and self.aux_coef[name] > 0:
+            self.balance = balance_loss(logits, share, self.routing.token_mask)
         if self.routing.record is not None:
             self.routing.record.add(self.key, logits, share, self.routing.token_mask)
-        return share
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:

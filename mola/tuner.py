@@ -19,9 +19,11 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from mola import siblings
 from mola.config import MOLA, MolaConfig
 from mola.layer import MolaLayer
 from mola.routing import Routing
+from mola.siblings import Siblings
 
 
 class MolaTuner(BaseTuner):
@@ -72,6 +74,16 @@ class MolaTuner(BaseTuner):
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
+
+    def _post_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
+        for parent in model.modules():
+            for names in siblings.NAMES:
+                found = [getattr(parent, name, None) for name in names]
+                layers = [layer for layer in found if isinstance(layer, MolaLayer)]
+                if len(layers) > 1:
+                    together = Siblings(layers)
+                    for layer in layers:
+                        layer.siblings = together
 
     def _layer_of(self, key: str) -> int:
         prefix = self._blocks + "."

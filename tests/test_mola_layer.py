@@ -12,7 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from mola.config import MolaConfig
-from mola.layer import MolaLayer, gates
+from mola.layer import MolaLayer
+from mola.mixture import draw_dropped, drop_, gates
 from mola.routing import Routing, RoutingRecord, balance_loss
 
 
@@ -147,7 +148,7 @@ def test_a_fixed_dropout_mask_enters_before_the_experts() -> None:
     torch.manual_seed(5)
     got = layer(x)
     torch.manual_seed(5)
-    mask = nn.functional.dropout(torch.ones_like(x), 0.5)
+    mask = drop_(torch.ones_like(x), draw_dropped(x, 0.5)) / 0.5
     share = gates(layer.lora_router["default"](x), 2)
     h = layer.lora_A["default"](x * mask).view(4, 3, 3) * share[..., None] * (7 / 3)
     torch.testing.assert_close(got, layer.base_layer(x) + layer.lora_B["default"](h.flatten(1)))

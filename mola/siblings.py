@@ -1,0 +1,60 @@
+"""Let the adapted layers that read the same input, such as q, k and v, share the work on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mola.layer import MolaLayer
+
+NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""What the model families call linear layers of one parent that read the same tensor."""
+
+
+class Siblings:
+    """Layers that are expected to be called one after the other with the same tensor.
+
+    The first call computes for all of them, the others find their part. What a layer is called with
+    decides: with another tensor than its sibling it computes for itself, and for them, again.
+
+    Args:
+        layers: At least one.
+    """
+
+    def __init__(self, layers: list[MolaLayer]) -> None:
+        self.layers = layers
+        self._call: tuple[Any, ...] = ()
+        self._input: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}  # by the layer's place
+
+    def products(self, layer: MolaLayer, x: Tensor, adapter: str) -> Tensor:
+        """Return a layer's gated low-rank products, [S, N * r].
+
+        Args:
+            layer: One of the siblings.
+            x: [..., d_in], its input.
+            adapter: Name of an adapter that the layer has.
+        """
+        place = next(i for i, sibling in enumerate(self.layers) if sibling is layer)
+        call = (
+            adapter,
+            layer.training,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(x.device.type),
+            0 if x.is_inference() else x._version,
+        )
+        if self._input is not x or self._call != call or place not in self._parts:
+            members = [i for i, sibling in enumerate(self.layers) if adapter in sibling.lora_A]
+            parts = layer.compute([self.layers[i] for i in members], x, adapter)
+            self._input, self._call, self._parts = x, call, dict(zip(members, parts, strict=True))
+        part = self._parts.pop(place)
+        if not self._parts:
+            self._input = None  # all are served; do not keep the tensor alive
+        return part
