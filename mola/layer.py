@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from mola.config import MolaConfig
-from mola.routing import Routing, balance_loss
+from mola.routing import Routing, router_load
 
 
 def gates(logits: Tensor, top_k: int) -> Tensor:
@@ -175,7 +175,7 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             logits = F.linear(x.to(weight.dtype), weight)  # [..., N], float32 unless asked for more
             share = gates(logits, self.top_k[name])
             if self.training and self.aux_coef[name] > 0:
-                self.balance = balance_loss(logits, share, self.routing.token_mask)
+                self.balance = router_load(logits, share, self.routing.token_mask)
         if self.routing.record is not None:
             self.routing.record.add(self.key, logits, share, self.routing.token_mask)
         return share
