@@ -3,7 +3,7 @@
 An adapter's shapes fit every model of the same size, so that an adapter of Llama-2 goes onto
 Code Llama without a complaint and makes it worse. A name does not tell either: folders are moved,
 and a hub id changes its weights. So the adapter's configuration keeps the architecture and a few
-weights of the layers that it adapts. Another architecture is refused. Other weights get a warning
+weights of the layers. Another architecture is refused. Other weights get a warning
 alone, because people put adapters onto variants of a model on purpose.
 """
 
@@ -30,7 +30,7 @@ def with_base(config: MolaConfig, model_config: Any, layers: Sequence[nn.Module]
     Args:
         config: The adapter's. It stays as it is, since people attach one to several models.
         model_config: The base model's.
-        layers: The base layers that are adapted, in their order.
+        layers: The base model's linear layers, in their order.
 
     Raises:
         ValueError: If the adapter belongs to another architecture.
@@ -63,7 +63,7 @@ def with_base(config: MolaConfig, model_config: Any, layers: Sequence[nn.Module]
 def _some_weights(layers: Sequence[nn.Module]) -> list[float] | None:
     """Pick weights of the first and the last layer; None where they are packed or not there."""
     picked: list[float] = []
-    for layer in (layers[0], layers[-1]):
+    for layer in (*layers[:1], *layers[-1:]):
         weight = layer.weight
         assert isinstance(weight, torch.Tensor)
         if not weight.is_floating_point() or weight.device.type == "meta" or weight.numel() == 0:

@@ -45,6 +45,12 @@ class MolaTuner(BaseTuner):
             )
         if sum(config.experts) == 0:
             raise ValueError("the allocation has no expert at all; nothing would be trained")
+        linears = [
+            module
+            for name, module in blocks.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and ".lora_" not in name
+        ]
+        self.peft_config[adapter_name] = with_base(config, _text_config(model), linears)
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: Any) -> PeftConfig:
         assert isinstance(peft_config, MolaConfig)
@@ -76,14 +82,11 @@ class MolaTuner(BaseTuner):
 
     def _post_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
         assert isinstance(config, MolaConfig)
-        layers = [m for m in model.modules() if isinstance(m, MolaLayer) and adapter_name in m.r]
-        if not layers:
+        if not any(isinstance(m, MolaLayer) and adapter_name in m.r for m in model.modules()):
             raise ValueError(
                 "no layer with an expert has a module that `target_modules` names; nothing would "
                 "be trained"
             )
-        base_layers = [layer.get_base_layer() for layer in layers]
-        self.peft_config[adapter_name] = with_base(config, _text_config(model), base_layers)
 
     def _layer_of(self, key: str) -> int:
         prefix = self._blocks + "."
