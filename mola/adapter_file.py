@@ -7,15 +7,19 @@ the configuration are compared with the shapes of the weights before memory is t
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from mola.config import MolaConfig
+from mola.tuner import find_blocks, linear_suffixes
 
 
 def read_adapter(folder: Path) -> tuple[MolaConfig, dict[str, Tensor]]:
@@ -23,20 +27,14 @@ def read_adapter(folder: Path) -> tuple[MolaConfig, dict[str, Tensor]]:
 
     Raises:
         ValueError: If the folder holds no MoLA adapter, its format is newer than this code, a value
-            is wrong, or the weights cannot be read or are not as many as the configuration says.
+            is wrong, or the weights cannot be read.
     """
     config = read_adapter_config(folder)
     path = folder / SAFETENSORS_WEIGHTS_NAME
     try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
-        weights = load_file(path)
+        return config, load_file(path)
     except Exception as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
-    problem = _contradiction(config, shapes)
-    if problem:
-        raise ValueError(f"{path}: {problem}")
-    return config, weights
 
 
 def read_adapter_config(folder: Path) -> MolaConfig:
@@ -65,24 +63,34 @@ def read_adapter_config(folder: Path) -> MolaConfig:
     return config
 
 
-def _contradiction(config: MolaConfig, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Find a layer whose experts in the configuration are not those of the weights."""
-    rows: dict[int, tuple[str, int]] = {}
-    for key, shape in shapes.items():
-        layer = re.search(r"\.(\d+)\..*\.lora_A\.weight$", key)
-        if layer and shape:
-            rows[int(layer[1])] = key, shape[0]
-    for number, experts in enumerate(config.experts):
-        key, found = rows.get(number, ("", 0))
-        if found == experts * config.r:
-            continue
-        expected = f"{experts} experts of rank {config.r} in layer {number}"
-        if not key:
-            return f"missing weights: adapter_config.json has {expected}, the file has none"
-        if experts == 0:
-            return f"unexpected weights: adapter_config.json has {expected}, the file has {key}"
-        return (
-            f"weights of another shape: adapter_config.json has {expected}, but {key} has {found} "
-            f"rows, not {experts * config.r}"
-        )
+def contradiction(
+    config: MolaConfig, weights: dict[str, Tensor], model: PreTrainedModel
+) -> str | None:
+    """Find a module whose experts in the configuration are not those of the weights.
+
+    Done before the adapter is attached, so that no memory is taken for experts that do not exist.
+    An allocation of another number of layers than the model's is left for the attachment to refuse.
+    """
+    for module, experts in _adapted_modules(config, model):
+        key = f"base_model.model.{module}.lora_A.weight"
+        expected = f"{experts} experts of rank {config.r} in adapter_config.json"
+        if key not in weights:
+            return f"missing weights, such as {key}, for {expected}"
+        rows = weights[key].shape[0] if weights[key].dim() else 0
+        if rows != experts * config.r:
+            return f"weights of another shape: {key} has {rows} rows, not those of {expected}"
     return None
+
+
+def _adapted_modules(config: MolaConfig, model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Yield the modules that PEFT will adapt, and their numbers of experts."""
+    name, blocks = find_blocks(model)
+    if len(config.experts) != len(blocks):
+        return
+    if config.target_modules in (None, "all-linear"):
+        config = replace(config, target_modules=linear_suffixes(blocks))
+    for key, module in blocks.named_modules(prefix=name):
+        if isinstance(module, (nn.Linear, Conv1D)) and check_target_module_exists(config, key):
+            experts = config.experts[int(key[len(name) + 1 :].split(".", 1)[0])]
+            if experts > 0:
+                yield key, experts

@@ -119,7 +119,7 @@ class MolaConfig(PeftConfig):
         yield "target_modules", _are_modules(self.target_modules), names
         yield "exclude_modules", _are_modules(self.exclude_modules), names
         saved = self.modules_to_save
-        yield "modules_to_save", saved is None or _are_texts(saved), "a list of module names"
+        yield "modules_to_save", saved is None or _are_patterns(saved), "a list of module names"
         seed = self.init_seed
         yield "init_seed", seed is None or _is_integer(seed), "an integer or null"
         for name in ("base_model_name_or_path", "base_model_type", "revision"):
@@ -166,15 +166,17 @@ def _are_numbers(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(map(_is_number, value))
 
 
-def _are_texts(value: object) -> bool:
-    return isinstance(value, (list, tuple, set)) and all(isinstance(v, str) for v in value)
-
-
 def _are_modules(value: object) -> bool:
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except (re.error, RecursionError, OverflowError):
-            return False
-        return True
-    return value is None or _are_texts(value)
+    return value is None or _are_patterns([value] if isinstance(value, str) else value)
+
+
+def _are_patterns(value: object) -> bool:
+    """Whether these are texts, and regular expressions, as which PEFT reads most of them."""
+    if not isinstance(value, (list, tuple, set)) or not all(isinstance(v, str) for v in value):
+        return False
+    try:
+        for pattern in value:
+            re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True

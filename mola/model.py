@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModelForCausalLM, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils import CONFIG_NAME
+from peft.utils import CONFIG_NAME, AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mola.adapter_file import read_adapter
+from mola.adapter_file import contradiction, read_adapter
 from mola.base import load_model
 from mola.config import MolaConfig
 from mola.layer import MolaLayer
@@ -131,23 +131,28 @@ def get_mola_model(
         raise
 
 
+def detach(model: PeftModelForCausalLM) -> PreTrainedModel:
+    """Take the adapter off and return the base model, bit for bit as it was.
+
+    Unlike PEFT's `unload`, it leaves no trained copy of `modules_to_save` in the base model.
+    """
+    base = model.base_model
+    assert isinstance(base, MolaTuner)
+    assert isinstance(base.model, PreTrainedModel)
+    _take_off(base.model)
+    return base.model
+
+
 def _take_off(model: nn.Module) -> None:
-    """Undo an injection that stopped half-way."""
+    """Put the modules that an adapter has wrapped, be it all or some, back into their places."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, MolaLayer):
                 setattr(parent, name, child.base_layer)
+            elif isinstance(child, AuxiliaryTrainingWrapper):
+                setattr(parent, name, child.original_module)
     if hasattr(model, "peft_config"):
         del model.peft_config
-
-
-def detach(model: PeftModelForCausalLM) -> PreTrainedModel:
-    """Take the adapter off and return the base model, bit for bit as it was."""
-    base = model.base_model
-    assert isinstance(base, MolaTuner)
-    unloaded = base.unload()
-    assert isinstance(unloaded, PreTrainedModel)
-    return unloaded
 
 
 def load_mola_model(
@@ -171,6 +176,9 @@ def load_mola_model(
     config, weights = read_adapter(folder)
     if not isinstance(model, PreTrainedModel):
         model = load_model(ModelSource(os.fspath(model)))
+    problem = contradiction(config, weights, model)
+    if problem:
+        raise ValueError(f"{folder}: {problem}")
     config.inference_mode = not is_trainable
     mola_model = get_mola_model(model, config)
     problems = _mismatches(mola_model, weights)

@@ -65,8 +65,8 @@ def test_an_adapter_of_format_1_loads(tiny_model: PreTrainedModel, tmp_path: Pat
     ("change", "message"),
     [
         ({"experts": [1, 0, 3, 10**12]}, f"must be at most {MAX_EXPERTS} experts a layer"),
-        ({"experts": [1, 0, 3, MAX_EXPERTS]}, "4096 experts of rank 2 in layer 3, but"),
-        ({"experts": [1, MAX_EXPERTS, 3, 5]}, "missing weights: .*4096 experts.* in layer 1"),
+        ({"experts": [1, 0, 3, MAX_EXPERTS]}, "has 10 rows, not those of 4096 experts of rank 2"),
+        ({"experts": [1, MAX_EXPERTS, 3, 5]}, r"missing weights.*layers\.1\..*, for 4096 experts"),
         ({"experts": [1, 0, 3, True]}, "experts of layer 3 must be an integer"),
         ({"experts": [1, 0, 3, 5.0]}, "experts of layer 3 must be an integer"),
         ({"experts": [1, 0, 3, -5]}, "must be at least 0"),
@@ -77,7 +77,7 @@ def test_an_adapter_of_format_1_loads(tiny_model: PreTrainedModel, tmp_path: Pat
         ({"r": 10**9}, "r=1000000000 of the MoLA config must be at most 65536 divided by"),
         ({"r": "2"}, "r='2' of the MoLA config must be an integer"),
         ({"r": True}, "r=True of the MoLA config must be an integer"),
-        ({"r": 4}, "weights of another shape: .* 1 experts of rank 4 in layer 0"),
+        ({"r": 4}, "weights of another shape: .* has 2 rows, not those of 1 experts of rank 4"),
         ({"lora_alpha": "16"}, "lora_alpha='16' of the MoLA config must be positive"),
         ({"lora_alpha": 10**400}, "lora_alpha=1000000.* of the MoLA config must be positive"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
@@ -89,6 +89,7 @@ def test_an_adapter_of_format_1_loads(tiny_model: PreTrainedModel, tmp_path: Pat
         ({"target_modules": [1]}, "target_modules=\\[1\\]"),
         ({"target_modules": ["absent"]}, "Target modules .*absent.* not found"),
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head' .* must be a list"),
+        ({"modules_to_save": ["("]}, r"modules_to_save=\['\('\] of the MoLA config must be"),
         ({"init_seed": "x"}, "init_seed='x'"),
         ({"base_weights": ["x"]}, "base_weights="),
         ({"base_model_name_or_path": 5}, "base_model_name_or_path=5"),
@@ -133,8 +134,11 @@ def test_weights_that_the_adapter_lacks_or_has_not_are_named(
     edit(saved, target_modules=["q_proj", "v_proj"])
     with pytest.raises(ValueError, match=r"missing weights, such as .*v_proj\.lora_A"):
         load_mola_model(tiny_model, saved)
-    edit(saved, target_modules=["v_proj"])
-    with pytest.raises(ValueError, match=r"8 missing .*; 8 unexpected weights, such as .*q_proj"):
+    edit(saved, target_modules="all-linear")
+    with pytest.raises(ValueError, match=r"missing weights, such as .*k_proj\.lora_A"):
+        load_mola_model(tiny_model, saved)
+    edit(saved, target_modules=["model.layers.0.self_attn.q_proj"])
+    with pytest.raises(ValueError, match=r"6 unexpected weights, such as .*2\.self_attn\.q_proj"):
         load_mola_model(tiny_model, saved)
 
 
