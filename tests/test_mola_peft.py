@@ -211,3 +211,24 @@ def test_a_single_expert_counts_without_its_idle_router() -> None:
         model = get_mola_model(base, MolaConfig(experts=(1,) * 28))
     # the paper counts (892,928 + 44,032) per layer: LoRA's weights and a router without effect
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 28 * 892_928
+
+
+def test_a_second_adapter_of_another_allocation_can_be_loaded_and_chosen(
+    tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    saved, expected = {}, {}
+    for name, experts in (("a", EXPERTS), ("b", (0, 4, 1, 0))):
+        model = get_mola_model(tiny_model, MolaConfig(experts=experts, r=2, init_seed=len(saved)))
+        shake(model)
+        saved[name] = tmp_path / name
+        expected[name] = logits(model.eval())
+        model.save_pretrained(saved[name])
+        detach(model)
+    model = load_mola_model(tiny_model, saved["a"])
+    model.load_adapter(str(saved["b"]), adapter_name="b")
+    assert torch.equal(logits(model.eval()), expected["a"])
+    model.set_adapter("b")
+    assert torch.equal(logits(model.eval()), expected["b"])
+    model.set_adapter("default")
+    model.delete_adapter("b")
+    assert torch.equal(logits(model.eval()), expected["a"])
