@@ -186,6 +186,15 @@ def test_with_the_trainers_count_the_parts_of_a_batch_add_up(
     torch.testing.assert_close(total, expected)
 
 
+def test_a_disabled_adapter_adds_none_left_over_from_before(tiny_model: PreTrainedModel) -> None:
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+    plain = tiny_model(**batch).loss
+    model = attach(tiny_model, "per_router")
+    model(**batch).loss.backward()
+    with model.disable_adapter():
+        assert torch.equal(model(**batch).loss, plain)
+
+
 def test_it_joins_the_loss_of_a_tuple_too(tiny_model: PreTrainedModel) -> None:
     model = attach(tiny_model, "per_router")
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
