@@ -66,7 +66,8 @@ def _some_weights(layers: Sequence[nn.Module]) -> list[float] | None:
     for layer in (*layers[:1], *layers[-1:]):
         weight = layer.weight
         assert isinstance(weight, torch.Tensor)
-        if not weight.is_floating_point() or weight.device.type == "meta" or weight.numel() == 0:
+        plain = type(weight.data) is torch.Tensor and weight.is_floating_point()  # not packed
+        if not plain or weight.device.type == "meta" or weight.numel() == 0:
             return None
         places = torch.linspace(0, weight.numel() - 1, NUM_WEIGHTS // 2).long()
         values = weight.detach().flatten()[places.to(weight.device)].float()

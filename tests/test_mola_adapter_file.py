@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mola.config import MAX_EXPERTS, MolaConfig
+from mola.identity import NUM_WEIGHTS
 from mola.model import detach, get_mola_model, load_mola_model
 
 ASSETS = Path(__file__).parent / "assets"
@@ -177,6 +178,26 @@ def test_the_base_model_in_another_dtype_is_the_same(
 ) -> None:
     base = tiny_model.to(dtype)
     load_mola_model(base, saved)  # a warning would be an error
+
+
+class Special(torch.Tensor):
+    """Stands in for the tensors of quantised or sharded weights."""
+
+
+@pytest.mark.parametrize("how", ["special", "empty"])
+def test_weights_that_cannot_be_read_are_not_compared(
+    tiny_model: PreTrainedModel, saved: Path, how: str
+) -> None:
+    projection = tiny_model.model.layers[0].self_attn.q_proj
+    if how == "special":
+        special = (projection.weight.detach() * 2).as_subclass(Special)
+        projection.weight = torch.nn.Parameter(special, requires_grad=False)
+    else:
+        projection.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    model = load_mola_model(tiny_model, saved)  # a warning would be an error
+    recorded = json.loads((saved / "adapter_config.json").read_text())["base_weights"]
+    assert len(recorded) == NUM_WEIGHTS
+    assert model.peft_config["default"].base_weights == recorded
 
 
 def test_one_configuration_serves_several_models(tiny_model: PreTrainedModel) -> None:
