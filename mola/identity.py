@@ -39,14 +39,14 @@ def with_base(config: MolaConfig, model_config: Any, layers: Sequence[nn.Module]
         UserWarning: If the base model has other weights than the one that the adapter belongs to.
     """
     config = copy.copy(config)
+    name = config.base_model_name_or_path or "of unknown name"
     model_type = getattr(model_config, "model_type", None)
     if config.base_model_type is None:
         config.base_model_type = model_type
     elif config.base_model_type != model_type:
         raise ValueError(
-            f"the adapter belongs to a model of type {config.base_model_type!r} "
-            f"({config.base_model_name_or_path}), but this one is {model_type!r}; load the adapter "
-            "onto the model that it was trained on"
+            f"the adapter belongs to a model of type {config.base_model_type!r} ({name}), but this "
+            f"one is {model_type!r}; load the adapter onto the model that it was trained on"
         )
     weights = _some_weights(layers)
     if config.base_weights is None:
@@ -54,7 +54,7 @@ def with_base(config: MolaConfig, model_config: Any, layers: Sequence[nn.Module]
     elif weights is not None and not _alike(config.base_weights, weights):
         warnings.warn(
             "the base model has other weights than the one that the adapter was trained on "
-            f"({config.base_model_name_or_path}): its shapes fit, but its outputs may be wrong",
+            f"({name}): its shapes fit, but its outputs may be wrong",
             stacklevel=2,
         )
     return config

@@ -245,7 +245,9 @@ def _unstacked(config: MolaConfig, weights: dict[str, Tensor]) -> Iterator[tuple
         ValueError: If it has what the reference has not.
     """
     if min(config.experts) == 0:
-        raise ValueError("the reference implementation has no layers without experts")
+        raise ValueError(
+            f"the reference implementation has no layers without experts, as in {config.allocation}"
+        )
     if config.modules_to_save:
         raise ValueError("modules_to_save cannot be taken over into the reference's form")
     for module in _modules(weights):
