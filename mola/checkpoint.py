@@ -69,6 +69,8 @@ def save_checkpoint(
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         draft.replace(path)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{path}: cannot be written: {error}") from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mola.config import MolaConfig
 from mola.mixture import draw_dropped, gated_products
-from mola.routing import Routing, balance_loss
+from mola.routing import Routing, router_load
 from mola.siblings import Siblings
 
 
@@ -124,16 +124,13 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             [..., d_out], in the base layer's output dtype.
         """
         base = self.base_layer
+        names = [n for n in self.active_adapters if n in self.lora_A and not self.disable_adapters]
         # a plain linear layer's output is ours alone, and what is added to it needs no copy
-        alone = type(base) is nn.Linear and not base._forward_hooks and not args and not kwargs
+        alone = bool(names) and type(base) is nn.Linear and not base._forward_hooks
         result: Tensor = base(x.reshape(-1, x.shape[-1]) if alone else x, *args, **kwargs)
-        shape = (*x.shape[:-1], self.out_features)
-        if self.disable_adapters:
-            return result.view(shape)
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                result = self._add_mixture(result, x, name, in_place=alone)
-        return result.view(shape)
+        for name in names:
+            result = self._add_mixture(result, x, name, in_place=alone)
+        return result.view(*x.shape[:-1], self.out_features) if alone else result
 
     def _add_mixture(self, result: Tensor, x: Tensor, name: str, *, in_place: bool) -> Tensor:
         gated = self.siblings.products(self, x, name)  # [S, N * r]
@@ -180,7 +177,7 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
 
     def _measure(self, logits: Tensor, share: Tensor, name: str) -> None:
         if self.training and self.aux_coef[name] > 0:
-            self.balance = balance_loss(logits, share, self.routing.token_mask)
+            self.balance = router_load(logits, share, self.routing.token_mask)
         if self.routing.record is not None:
             self.routing.record.add(self.key, logits, share, self.routing.token_mask)
 

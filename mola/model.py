@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModelForCausalLM, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import load_file
+from peft.utils import CONFIG_NAME, AuxiliaryTrainingWrapper
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mola.adapter_file import contradiction, read_adapter
 from mola.base import load_model
-from mola.config import FORMAT_VERSION, MolaConfig
+from mola.config import MolaConfig
 from mola.layer import MolaLayer
 from mola.routing import RoutingRecord
 from mola.settings import ModelSource
@@ -63,6 +64,7 @@ class MolaModel(PeftModelForCausalLM):
 
         Raises:
             ValueError: If `safe_serialization=False` is asked for.
+            OSError: If the files cannot be written; the previous adapter is as it was.
         """
         if not kwargs.pop("safe_serialization", True):
             raise ValueError("MoLA adapters are saved as safetensors only")
@@ -72,7 +74,10 @@ class MolaModel(PeftModelForCausalLM):
         if not kwargs.get("is_main_process", True):
             return
         with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as scratch:
-            super().save_pretrained(scratch, **kwargs)
+            try:
+                super().save_pretrained(scratch, **kwargs)
+            except SafetensorError as error:  # such as a full disk
+                raise OSError(f"{target}: the adapter cannot be written: {error}") from error
             written = [p for p in Path(scratch).rglob("*") if p.is_file()]
             for path in sorted(written, key=lambda p: p.name == CONFIG_NAME):
                 place = target / path.relative_to(scratch)
@@ -126,23 +131,28 @@ def get_mola_model(
         raise
 
 
+def detach(model: PeftModelForCausalLM) -> PreTrainedModel:
+    """Take the adapter off and return the base model, bit for bit as it was.
+
+    Unlike PEFT's `unload`, it leaves no trained copy of `modules_to_save` in the base model.
+    """
+    base = model.base_model
+    assert isinstance(base, MolaTuner)
+    assert isinstance(base.model, PreTrainedModel)
+    _take_off(base.model)
+    return base.model
+
+
 def _take_off(model: nn.Module) -> None:
-    """Undo an injection that stopped half-way."""
+    """Put the modules that an adapter has wrapped, be it all or some, back into their places."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, MolaLayer):
                 setattr(parent, name, child.base_layer)
+            elif isinstance(child, AuxiliaryTrainingWrapper):
+                setattr(parent, name, child.original_module)
     if hasattr(model, "peft_config"):
         del model.peft_config
-
-
-def detach(model: PeftModelForCausalLM) -> PreTrainedModel:
-    """Take the adapter off and return the base model, bit for bit as it was."""
-    base = model.base_model
-    assert isinstance(base, MolaTuner)
-    unloaded = base.unload()
-    assert isinstance(unloaded, PreTrainedModel)
-    return unloaded
 
 
 def load_mola_model(
@@ -163,16 +173,14 @@ def load_mola_model(
             does not fit the model: other layers, missing or unexpected weights, other shapes.
     """
     folder = Path(adapter_dir)
-    config = read_adapter_config(folder)
+    config, weights = read_adapter(folder)
     if not isinstance(model, PreTrainedModel):
         model = load_model(ModelSource(os.fspath(model)))
+    problem = contradiction(config, weights, model)
+    if problem:
+        raise ValueError(f"{folder}: {problem}")
     config.inference_mode = not is_trainable
     mola_model = get_mola_model(model, config)
-    try:
-        weights = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
-    except Exception as error:
-        detach(mola_model)
-        raise ValueError(f"{folder / SAFETENSORS_WEIGHTS_NAME}: cannot be read: {error}") from error
     problems = _mismatches(mola_model, weights)
     if problems:
         detach(mola_model)
@@ -181,31 +189,6 @@ def load_mola_model(
         )
     set_peft_model_state_dict(mola_model, weights)
     return mola_model.eval() if not is_trainable else mola_model
-
-
-def read_adapter_config(folder: Path) -> MolaConfig:
-    """Read `adapter_config.json` of a MoLA adapter.
-
-    Raises:
-        ValueError: If there is none, or it is not MoLA's, or a newer version wrote it.
-    """
-    path = folder / CONFIG_NAME
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no readable adapter configuration: {error}") from error
-    kind = document.get("peft_type") if isinstance(document, dict) else None
-    if kind != "MOLA":
-        raise ValueError(f"{path}: peft_type is {kind!r}, expected 'MOLA'")
-    known = MolaConfig.__dataclass_fields__
-    if int(document.get("format_version", 0)) <= FORMAT_VERSION:
-        unknown = sorted(set(document) - set(known))
-        if unknown:
-            raise ValueError(f"{path}: unknown keys {', '.join(unknown)}")
-    try:
-        return MolaConfig(**{key: value for key, value in document.items() if key in known})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _mismatches(model: MolaModel, weights: dict[str, Tensor]) -> list[str]:

@@ -1,6 +1,17 @@
 """Measure how the routers spread the tokens: the balance loss and the routing statistics.
 
-Notation: N experts of a layer · K = min(top_k, N).
+Notation: N experts of a layer · K = min(top_k, N) · f_e the fraction of the picks that went to
+expert e (they sum to 1) · P_e its mean probability.
+
+The balance loss of one router is the Switch loss (arXiv 2101.03961, equation 4) with f normalised
+over the K picks: `N * sum_e f_e P_e`, 1 when the router is uniform and N when it has collapsed.
+There are two ways to add it up, `MolaConfig.router_aux_loss_variant`:
+
+- `per_router`, the default: each router by itself, so that one cannot hide another's imbalance;
+  padding left out; mean over the routers of a layer, then over the layers that route. 1 at uniform.
+- `pooled`: f and P over all tokens of all routers of a layer, padding included, summed over the
+  layers that route; at uniform, their number. Source: GCYZSL/MoLA, `load_balancing_loss_func`. A
+  layer of one expert adds a constant 1 there, which has no gradient and is left out here.
 """
 
 from __future__ import annotations
@@ -25,17 +36,16 @@ class Routing:
         self.record: RoutingRecord | None = None
 
 
-def balance_loss(logits: Tensor, share: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Return `N * sum_e f_e P_e` of one router: 1 when it is uniform, N when it has collapsed.
-
-    f_e is the fraction of the picks that went to expert e, P_e its mean probability. It is the
-    Switch loss (arXiv 2101.03961, equation 4) with f normalised over the K picks. Unlike in
-    GCYZSL/MoLA, each router is measured by itself and padding does not count.
+def router_load(logits: Tensor, share: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Return what one router's balance loss is made of.
 
     Args:
         logits: [..., N] in float32.
         share: [..., N], the gates; non-zero for the picked experts.
         token_mask: [...] without the last dimension, or None.
+
+    Returns:
+        [2, N]: f, which has no gradient, and P.
     """
     num_experts = logits.shape[-1]
     probabilities = logits.softmax(dim=-1).reshape(-1, num_experts)  # [B*T, N]
@@ -46,8 +56,23 @@ def balance_loss(logits: Tensor, share: Tensor, token_mask: Tensor | None) -> Te
         tokens = weight.sum().clamp(min=1)
     else:
         tokens = torch.tensor(float(max(probabilities.shape[0], 1)), device=logits.device)
-    fraction = picked.sum(dim=0) / picked.sum().clamp(min=1)  # [N], sums to 1
-    return num_experts * (fraction * (probabilities.sum(dim=0) / tokens)).sum()
+    fraction = picked.sum(dim=0) / picked.sum().clamp(min=1)
+    return torch.stack([fraction, probabilities.sum(dim=0) / tokens])
+
+
+def balance_loss(loads: list[Tensor], *, pooled: bool) -> Tensor:
+    """Return the balance loss of one layer: 1 when it is uniform.
+
+    Args:
+        loads: Of each router of the layer, [2, N] from `router_load`.
+        pooled: Whether the routers are measured together. All see the same tokens, and each picks
+            K experts for each, so that the pooled f and P are the means of theirs.
+    """
+    stacked = torch.stack(loads)  # [routers, 2, N]
+    if pooled:
+        stacked = stacked.mean(dim=0, keepdim=True)
+    fraction, probability = stacked.unbind(dim=1)
+    return stacked.shape[-1] * (fraction * probability).sum(dim=-1).mean()
 
 
 class RoutingRecord:
@@ -58,7 +83,7 @@ class RoutingRecord:
 
     @torch.no_grad()
     def add(self, key: str, logits: Tensor, share: Tensor, token_mask: Tensor | None) -> None:
-        """Add one forward pass of one module; arguments as for `balance_loss`."""
+        """Add one forward pass of one module; arguments as for `router_load`."""
         num_experts = logits.shape[-1]
         share = share.reshape(-1, num_experts).float()
         log_p = logits.reshape(-1, num_experts).float().log_softmax(dim=-1)

@@ -21,8 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from mola import siblings
 from mola.config import MOLA, MolaConfig
+from mola.identity import with_base
 from mola.layer import MolaLayer
-from mola.routing import Routing
+from mola.routing import Routing, balance_loss
 from mola.siblings import Siblings
 
 
@@ -46,6 +47,12 @@ class MolaTuner(BaseTuner):
             )
         if sum(config.experts) == 0:
             raise ValueError("the allocation has no expert at all; nothing would be trained")
+        linears = [
+            module
+            for name, module in blocks.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and ".lora_" not in name
+        ]
+        self.peft_config[adapter_name] = with_base(config, _text_config(model), linears)
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: Any) -> PeftConfig:
         assert isinstance(peft_config, MolaConfig)
@@ -76,6 +83,12 @@ class MolaTuner(BaseTuner):
         self._replace_module(parent, target_name, layer, target)
 
     def _post_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
+        assert isinstance(config, MolaConfig)
+        if not any(isinstance(m, MolaLayer) and adapter_name in m.r for m in model.modules()):
+            raise ValueError(
+                "no layer with an expert has a module that `target_modules` names; nothing would "
+                "be trained"
+            )
         for parent in model.modules():
             for names in siblings.NAMES:
                 found = [getattr(parent, name, None) for name in names]
@@ -102,45 +115,67 @@ class MolaTuner(BaseTuner):
             token_mask: [B, T], true where the routers' statistics count a token; None takes the
                 attention mask. It holds until the next forward pass, so that gradient
                 checkpointing recomputes the same.
-            **kwargs: The base model's.
+            **kwargs: The base model's. With `num_items_in_batch`, which Transformers' `Trainer`
+                passes, the labels are a part of a batch, and the balance loss counts in proportion.
         """
+        adds_balance = self.training and self.balances
         mask = kwargs.get("attention_mask") if token_mask is None else token_mask
+        if adds_balance and self._balance.router_aux_loss_variant == "pooled":
+            mask = None
         self.routing.token_mask = mask.bool() if mask is not None and mask.dim() == 2 else None
-        layers = [m for m in self.modules() if isinstance(m, MolaLayer)] if self.balances else []
-        for layer in layers:
-            layer.balance = None
+        if adds_balance:
+            for module in self.modules():
+                if isinstance(module, MolaLayer):
+                    module.balance = None
         output = self.model(*args, **kwargs)
-        if layers and self.training and getattr(output, "loss", None) is not None:
-            output.loss = output.loss + self.balance_loss()
+        if not adds_balance:
+            return output
+        if isinstance(output, tuple):
+            if kwargs.get("labels") is not None:
+                loss = output[0] + self.balance_loss() * _part_of_batch(kwargs)
+                output = (loss, *output[1:])
+        elif getattr(output, "loss", None) is not None:
+            output.loss = output.loss + self.balance_loss() * _part_of_batch(kwargs)
         return output
 
     @property
     def balances(self) -> bool:
         """Whether an active adapter has a balance loss."""
-        return self._balance_coefficient > 0
+        return self._balance.router_aux_loss_coef > 0
 
     @property
-    def _balance_coefficient(self) -> float:
+    def _balance(self) -> MolaConfig:
+        """The configuration in force: of the active adapter that weighs the balance loss most."""
         configs = [self.peft_config[name] for name in self.active_adapters]
         return max(
-            (c.router_aux_loss_coef for c in configs if isinstance(c, MolaConfig)), default=0.0
+            (c for c in configs if isinstance(c, MolaConfig)), key=lambda c: c.router_aux_loss_coef
         )
 
     def balance_loss(self) -> Tensor:
         """Return the last forward pass's balance loss, times its coefficient.
 
-        Mean over the routers of a layer, then over the layers that route: 1 at uniform routing
-        whatever the depth, before the coefficient.
+        See `mola.routing` for the variants.
+
+        Raises:
+            ValueError: If its gradient is lost to reentrant gradient checkpointing.
         """
         per_layer: dict[int, list[Tensor]] = {}
         for module in self.modules():
             if isinstance(module, MolaLayer) and module.balance is not None:
                 per_layer.setdefault(self._layer_of(module.key), []).append(module.balance)
+                if torch.is_grad_enabled() and not module.balance.requires_grad:
+                    _check_frozen(module)
         if not per_layer:
             return torch.zeros((), device=next(self.parameters()).device)
+        pooled = self._balance.router_aux_loss_variant == "pooled"
         device = next(iter(per_layer.values()))[0].device
-        means = [torch.stack([b.to(device) for b in bs]).mean() for bs in per_layer.values()]
-        return torch.stack(means).mean() * self._balance_coefficient
+        losses = torch.stack(
+            [
+                balance_loss([load.to(device) for load in loads], pooled=pooled)
+                for loads in per_layer.values()
+            ]
+        )
+        return (losses.sum() if pooled else losses.mean()) * self._balance.router_aux_loss_coef
 
     def _check_merge_allowed(self) -> None:
         raise ValueError(
@@ -151,6 +186,30 @@ class MolaTuner(BaseTuner):
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: see `_check_merge_allowed`."""
         self._check_merge_allowed()
+
+
+def _check_frozen(layer: MolaLayer) -> None:
+    """Refuse a balance loss without a gradient whose router is nevertheless trained."""
+    if any(p.requires_grad for p in layer.lora_router.parameters()):
+        raise ValueError(
+            "the balance loss has no gradient under reentrant gradient checkpointing; pass "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+
+
+def _part_of_batch(kwargs: dict[str, Any]) -> Tensor | float:
+    """Return the part of a batch's label tokens that a forward pass sees, 1 if it sees the batch.
+
+    With `num_items_in_batch` the base model divides its loss by that number, and the losses of the
+    micro-batches are added up. Weighted like this, the balance losses add up to their mean.
+    """
+    items = kwargs.get("num_items_in_batch")
+    if items is None:
+        return 1.0
+    shifted = kwargs.get("shift_labels")
+    labels: Tensor = kwargs["labels"][..., 1:] if shifted is None else shifted
+    part: Tensor = (labels != -100).sum() / items
+    return part
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and tests run beside each other
 
@@ -44,6 +48,15 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def tiny_model(tiny_model_dir: Path) -> PreTrainedModel:
+    """The model of `tiny_model_dir`, frozen, with weights of its own."""
+    from mola.base import load_model
+    from mola.settings import ModelSource
+
+    return load_model(ModelSource(str(tiny_model_dir)))
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 
 from mola.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -66,10 +67,10 @@ def test_a_failed_write_leaves_the_older_checkpoint(
 
     def full_disk(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("mola.checkpoint.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="cannot be written: .*No space"):
         save_checkpoint(tmp_path / "c", model, optimizer, Progress(2), accelerator)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     assert load_checkpoint(tmp_path / "c", model, optimizer, accelerator).step == 1

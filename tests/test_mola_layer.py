@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mola.config import MolaConfig
 from mola.layer import MolaLayer
 from mola.mixture import draw_dropped, drop_, gates
-from mola.routing import Routing, RoutingRecord, balance_loss
+from mola.routing import Routing, RoutingRecord, balance_loss, router_load
 
 
 def make_layer(
@@ -190,17 +190,20 @@ def test_no_token_at_all_is_fine() -> None:
 def test_balance_loss_is_one_when_uniform_and_n_when_collapsed() -> None:
     uniform = torch.zeros(4, 4)
     share = torch.eye(4)  # each expert takes one token
-    assert balance_loss(uniform, share, None).item() == pytest.approx(1.0)
+    for pooled in (False, True):
+        load = router_load(uniform, share, None)
+        assert balance_loss([load], pooled=pooled).item() == pytest.approx(1.0)
     collapsed = torch.tensor([[50.0, 0, 0, 0]]).expand(4, 4)
-    assert balance_loss(collapsed, gates(collapsed, 1), None).item() == pytest.approx(4.0)
+    load = router_load(collapsed, gates(collapsed, 1), None)
+    assert balance_loss([load], pooled=False).item() == pytest.approx(4.0)
 
 
 def test_balance_loss_leaves_padding_out() -> None:
     logits = torch.randn(2, 5, 3)
     mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
     share = gates(logits, 2)
-    with_padding = balance_loss(logits, share, mask)
-    without = balance_loss(logits[mask], share[mask], None)
+    with_padding = router_load(logits, share, mask)
+    without = router_load(logits[mask], share[mask], None)
     torch.testing.assert_close(with_padding, without)
 
 

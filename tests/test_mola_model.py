@@ -145,7 +145,7 @@ def test_merging_is_refused(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"experts": [2, 2, 2]}, "allocation has 3 layers, but the base model has 4"),
+        ({"experts": [1, 0, 3]}, "allocation has 3 layers, but the base model has 4"),
         ({"experts": [1, 0, 3, 4]}, "weights of another shape"),
         ({"experts": [1, 1, 3, 5]}, "missing weights"),
         ({"experts": [1, 0, 0, 5]}, "unexpected weights"),
@@ -258,7 +258,7 @@ def test_target_modules_outside_of_the_layers_are_refused(base: PreTrainedModel)
     ("settings", "message"),
     [
         ({}, "needs `experts`"),
-        ({"experts": (2,), "r": 0}, "r=0 of the MoLA config must be at least 1"),
+        ({"experts": (2,), "r": 0}, "r=0 of the MoLA config must be an integer of at least 1"),
         ({"experts": (2,), "top_k": 0}, "top_k=0"),
         ({"experts": (2,), "lora_dropout": 1.0}, "lora_dropout=1.0"),
         ({"experts": (2,), "router_aux_loss_coef": -1.0}, "router_aux_loss_coef=-1.0"),
