@@ -27,6 +27,7 @@ from studies import encoding
 from studies.records import (
     BLAMELESS_ATTR,
     LABEL_ATTR,
+    PRIOR,
     REASON_ATTR,
     RESULT_ATTRS,
     SEARCH,
@@ -251,7 +252,8 @@ class BudgetSearcher(Searcher):
             if allocation not in self.budget:
                 raise ValueError(f"the warm start {allocation} is not in {self.budget}")
             if allocation not in taken:
-                label = f"named {','.join(names.get(allocation, ('warm start',)))}"
+                own = f"{PRIOR}warm start"
+                label = f"named {','.join(names[allocation])}" if allocation in names else own
                 attrs = {LABEL_ATTR: label, SEED_ATTR: self._seed}
                 self._study.enqueue_trial(encoding.to_params(allocation), user_attrs=attrs)
                 taken.add(allocation)

@@ -246,6 +246,7 @@ def test_a_full_layer_leaves_the_proportions_of_the_others() -> None:
         ([1.0, -2.0, 1.0], "the score of layer 1 must be 0 or more, got -2.0"),
         ([1.0, math.nan, 1.0], "the score of layer 1 must be 0 or more, got nan"),
         ([1.0, 1.0, math.inf], "the score of layer 2 must be 0 or more, got inf"),
+        ([10**400, 1.0, 1.0], "the score of layer 0 must be 0 or more, got inf"),
         ([1.0, True, 1.0], "the score of layer 1 must be a number, got True"),
         ([0, 0, 0], "all scores are 0"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 import pytest
 from click.testing import CliRunner
+from optuna_dashboard._note import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 from test_search_run import Run, error_line, pools, run, study_records
 
@@ -148,7 +149,7 @@ def test_a_prior_without_room_is_told_of(run: Run) -> None:
     ("content", "expected"),
     [
         ('{"scores": [1, 2]}', "--prior p.json: expected 4 scores, one per layer, got 2"),
-        ('{"scores": [1, 2, 3, -1]}', "the score of layer 3 must be 0 or more, got -1"),
+        ('{"scores": [1, 2, 3, -1]}', "the score of layer 3 must be 0 or more, got -1.0"),
         ('{"scores": [1, 2, 3, NaN]}', "the score of layer 3 must be 0 or more, got nan"),
         ('{"scores": [1, 2, 3, "4"]}', "the score of layer 3 must be a number, got '4'"),
         ('{"scores": [1, 2, 3, true]}', "the score of layer 3 must be a number, got True"),
@@ -210,6 +211,7 @@ def test_bounds_per_layer_hold_in_every_trial_and_in_the_export(run: Run) -> Non
     assert all(r.allocation in budget for r in records)
     document = json.loads(Path("runs/mine/allocation.json").read_text())
     assert document["experts_per_layer"][1] == 4
+    assert "<code>1 4 2x2 to 6 4 6x2</code>" in get_note(mine())
     other = error_line(run("--fix", "1=5", min_experts="1x2 2x2", trials=8))
     assert "(--min-experts, --fix): '1 5 2x2' here, '1 4 2x2' in the study" in other
 

@@ -56,11 +56,17 @@ def check_scores(scores: Sequence[float], num_layers: int) -> list[float]:
     """
     if len(scores) != num_layers:
         raise ValueError(f"expected {num_layers} scores, one per layer, got {len(scores)}")
+    numbers = []
     for layer, score in enumerate(scores):
         if isinstance(score, bool) or not isinstance(score, (int, float)):
             raise ValueError(f"the score of layer {layer} must be a number, got {score!r:.40}")
-        if not math.isfinite(score) or score < 0:
-            raise ValueError(f"the score of layer {layer} must be 0 or more, got {score}")
-    if not any(scores):
+        try:
+            number = float(score)
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
+        if not math.isfinite(number) or number < 0:
+            raise ValueError(f"the score of layer {layer} must be 0 or more, got {number}")
+        numbers.append(number)
+    if not any(numbers):
         raise ValueError("all scores are 0; at least one layer needs a higher one")
-    return [float(score) for score in scores]
+    return numbers
