@@ -13,7 +13,6 @@ from mola.allocation import Allocation, ExpertBudget
 from search.priors.measure import MEASURED
 from search.priors.named import NAMES, named
 from search.priors.scores import allocate
-from studies.export import read_allocation_file
 from studies.strict import check_keys
 
 
@@ -83,6 +82,8 @@ def _read(path: Path, budget: ExpertBudget) -> Prior:
     scores = _scores(path)
     if scores is not None:
         return from_scores(path.name, scores, budget)
+    from studies.export import read_allocation_file  # takes longer than --help may
+
     try:
         allocation, _ = read_allocation_file(path)
     except ValueError as error:
