@@ -60,7 +60,7 @@ def _demo_defaults() -> str:
     "--trials",
     type=positive,
     default=40,
-    help="Distinct allocations to measure in all, the named ones and earlier runs included.",
+    help="Distinct allocations to measure in all; named ones, priors and earlier runs included.",
 )
 @option("Search", "--steps", type=positive, default=40, help="Optimizer steps of a proxy.")
 @option(
@@ -119,7 +119,7 @@ def _demo_defaults() -> str:
     "--finalists",
     type=positive,
     default=3,
-    help="The best so many allocations run again on fresh seeds, as do the named ones.",
+    help="The best so many allocations run again on fresh seeds, as do the named ones and priors.",
 )
 @option(
     "Search",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_the_child_answers_with_a_score_per_layer(
     assert answer == {"scores": measure.compute(request, nothing)}
     assert len(answer["scores"]) == 4
     assert f"{name}: " in captured.err
+
+
+def test_a_child_that_dies_is_one_line(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = shutil.which("false")
+    assert program is not None
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(ValueError, match="^alphalora: the process that measures it died with"):
+        measure.measure(Request("alphalora", source), quiet=True)
 
 
 def test_a_child_process_gives_the_scores_and_one_line_of_what_went_wrong(
