@@ -16,6 +16,8 @@ experts by largest remainder (see `search.priors.scores`). The reference rounds 
 itself and then corrects the total where alpha^beta minus the count is extreme, two quantities of
 different scales, which can pile corrections on one layer. The lower end log10(0.95 peak) compares
 a logarithm with an eigenvalue, in the reference as here, because the published alphas rest on it.
+It makes alpha depend on the scale of the weights; with 0.95 peak in its place the layers' order
+changes little on SmolLM2-135M (rank correlation 0.9996), more on the built-in model (0.86).
 
 Source: AlphaLoRA, arXiv 2410.10054; peijunallin/alphalora, expert_number.py.
 """
