@@ -29,8 +29,8 @@ def load_config(source: ModelSource) -> Any:
     Raises:
         ValueError: If there is no such model.
     """
-    with _readable_errors(source):
-        return AutoConfig.from_pretrained(_path(source), **_arguments(source))
+    with readable_errors(source):
+        return AutoConfig.from_pretrained(source_path(source), **source_arguments(source))
 
 
 def num_layers(source: ModelSource) -> int:
@@ -73,8 +73,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: If there is no such model, or it has no tokenizer.
     """
-    with _readable_errors(source):
-        return AutoTokenizer.from_pretrained(_path(source), **_arguments(source))
+    with readable_errors(source):
+        return AutoTokenizer.from_pretrained(source_path(source), **source_arguments(source))
 
 
 def load_model(source: ModelSource, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -88,9 +88,12 @@ def load_model(source: ModelSource, device: str | torch.device = "cpu") -> PreTr
         ValueError: If there is no such model, or it cannot be read.
     """
     place = {"device_map": "auto"} if device == "auto" else {}
-    with _readable_errors(source):
+    with readable_errors(source):
         model = AutoModelForCausalLM.from_pretrained(
-            _path(source), dtype=_dtype(source.dtype, device), **place, **_arguments(source)
+            source_path(source),
+            dtype=_dtype(source.dtype, device),
+            **place,
+            **source_arguments(source),
         )
     assert isinstance(model, PreTrainedModel)
     if not place:
@@ -123,7 +126,7 @@ def model_fingerprint(source: ModelSource) -> str:
     """
     config = load_config(source)
     digest = hashlib.sha256()
-    folder = Path(_path(source))
+    folder = Path(source_path(source))
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if path.suffix in {".json", ".safetensors", ".bin", ".model"} and path.is_file():
@@ -136,11 +139,13 @@ def model_fingerprint(source: ModelSource) -> str:
     return digest.hexdigest()[:16]
 
 
-def _path(source: ModelSource) -> str:
+def source_path(source: ModelSource) -> str:
+    """Return the hub id or the folder that a model is loaded from."""
     return str(MODEL_DIR) if source.name is None else source.name
 
 
-def _arguments(source: ModelSource) -> dict[str, Any]:
+def source_arguments(source: ModelSource) -> dict[str, Any]:
+    """Return what Transformers' loaders need to know beside the path."""
     arguments: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     if source.revision is not None:
         arguments["revision"] = source.revision
@@ -158,7 +163,7 @@ def _dtype(name: str, device: str | torch.device) -> torch.dtype:
 
 
 @contextmanager
-def _readable_errors(source: ModelSource) -> Iterator[None]:
+def readable_errors(source: ModelSource) -> Iterator[None]:
     """Turn whatever a failed load raises into one line that says which model and why."""
     try:
         yield

@@ -10,6 +10,7 @@ from typing import Any
 
 from mola.allocation import Allocation
 from search.priors.named import named, named_allocations
+from studies.records import PRIOR
 from studies.spec import StudySpec
 from studies.stats import compare
 from studies.store import TrialRecord
@@ -25,12 +26,13 @@ def fresh_seeds(spec: StudySpec, count: int) -> tuple[int, ...]:
 
 
 def candidates(records: Sequence[TrialRecord], spec: StudySpec, finalists: int) -> list[Allocation]:
-    """Choose the allocations to run again: the best finished ones and the named ones.
+    """Choose the allocations to run again: the best finished ones, the named ones and the priors.
 
     Args:
         records: the study's trials.
         spec: what the study is about.
-        finalists: how many of the best are chosen; named ones among them do not come on top.
+        finalists: how many of the best are chosen; named ones and priors among them do not come
+            on top.
 
     Returns:
         Distinct allocations that finished at the study's own seed; uniform first, so that it is
@@ -42,8 +44,13 @@ def candidates(records: Sequence[TrialRecord], spec: StudySpec, finalists: int) 
         if spec.seed in seeds
     }
     ranked = sorted(own, key=lambda allocation: (own[allocation], allocation))
-    baselines = [a for a in named_allocations(spec.budget) if a in own]
+    baselines = [a for a in (*named_allocations(spec.budget), *_priors(records)) if a in own]
     return list(dict.fromkeys([*baselines, *ranked[:finalists]]))
+
+
+def _priors(records: Sequence[TrialRecord]) -> dict[Allocation, str]:
+    """Find the allocations that ran because somebody believed in them, with their names."""
+    return {r.allocation: r.label.removeprefix(PRIOR) for r in records if r.label.startswith(PRIOR)}
 
 
 def measured(records: Sequence[TrialRecord]) -> dict[Allocation, dict[int, float]]:
@@ -130,7 +137,10 @@ def _row(
     several = len(seeds) > 1
     return {
         "experts": list(allocation.experts),
-        "names": list(named_allocations(spec.budget).get(allocation, ())),
+        "names": [
+            *named_allocations(spec.budget).get(allocation, ()),
+            *(name for a, name in _priors(records).items() if a == allocation),
+        ],
         "trial": trials[spec.seed].number,
         "mean": fmean(objectives),
         "standard_error": stdev(objectives) / math.sqrt(len(seeds)) if several else None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from search.bounds import Fixed, PerLayer
 from search.cli import CommaList, UserError, one_line
 
 if sys.version_info >= (3, 11):
@@ -109,12 +110,16 @@ def _typed(option: click.Parameter, value: Any, path: Path) -> Any:
     """Refuse what the command line's parser would bend: 3.7 steps, true rows, a number as name."""
     kind = option.type
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    whole = number and isinstance(value, int)
     if isinstance(option, click.Option) and option.is_flag:
         wanted, right = "true or false", isinstance(value, bool)
-    elif isinstance(kind, CommaList):
+    elif isinstance(kind, (CommaList, Fixed)) or option.multiple:
         wanted, right = "a list", isinstance(value, (list, str))
+        value = [value] if option.multiple and isinstance(value, str) else value
+    elif isinstance(kind, PerLayer):
+        wanted, right = "a whole number or a list", isinstance(value, (list, str)) or whole
     elif isinstance(kind, click.types.IntParamType):
-        wanted, right = "a whole number", number and isinstance(value, int)
+        wanted, right = "a whole number", whole
     elif isinstance(kind, click.types.FloatParamType):
         # YAML 1.1 reads 1e-3 as text; the option's own parser settles whether it is a number.
         wanted, right = "a number", number or isinstance(value, str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,12 @@ from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
 from search.conclude import candidates, conclude, fresh_seeds
 from search.pool import Failed, Job, Pool, PoolError
+from search.priors.given import Prior
 from search.priors.named import named_allocations
 from search.sampler import BudgetExhausted
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from studies import encoding, store
+from studies.records import PRIOR
 from studies.spec import StudySpec
 
 POLL_SECONDS = 0.5
@@ -42,7 +44,7 @@ class Rules:
     """How far a search goes.
 
     Attributes:
-        trials: Distinct allocations to be measured or pruned, named ones included.
+        trials: Distinct allocations to be measured or pruned, named ones and priors included.
         finalists: The best so many allocations are run again on fresh seeds.
         confirm_seeds: Number of fresh seeds; 0 leaves the winner unconfirmed.
         max_failures: The search stops after so many failures in a row.
@@ -77,6 +79,7 @@ class Driver:
         spec: what the study is about.
         open_pool: starts the workers; called only if there is something to run.
         rules: how far to go.
+        priors: allocations that run after the named ones, before the sampler proposes any.
         notify: told of everything that happens, for display.
         stop_requested: asked between events; True ends the search.
 
@@ -92,12 +95,14 @@ class Driver:
         open_pool: Callable[[], Pool],
         rules: Rules,
         *,
+        priors: Sequence[Prior] = (),
         notify: Callable[[Update], None] = lambda update: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.study = study
         self.spec = spec
         self.rules = rules
+        self.priors = priors
         self.goal = min(rules.trials, spec.budget.size())
         self.started = 0
         self.notify = notify
@@ -136,7 +141,7 @@ class Driver:
                 self._pool.close()
 
     def _prepare(self) -> None:
-        """Put right what a killed driver left, and enqueue the named allocations."""
+        """Put right what a killed driver left; enqueue the named allocations and the priors."""
         lost = store.reconcile(self.study)
         if lost:
             trials = "1 trial" if lost == 1 else f"{lost} trials"
@@ -146,16 +151,28 @@ class Driver:
             for record in store.records(self.study)
             if record.state in ("COMPLETE", "PRUNED") and record.label != store.REPLICATE
         }
-        for allocation, names in named_allocations(self.spec.budget).items():
-            waiting = self._waiting()
-            if allocation in self._done or any(allocation == r.allocation for r in waiting):
-                continue
-            if self._room(waiting) <= 0:
-                left_out = ", ".join(names)
-                self.notify(Note(f"--trials {self.rules.trials} leaves no room for {left_out}"))
-                continue
-            label = f"named {','.join(names)}"
-            store.enqueue(self.study, allocation, label=label, seed=self.spec.seed)
+        if self.goal < self.rules.trials:
+            allowed = "one allocation" if self.goal == 1 else f"{self.goal} allocations"
+            self.notify(Note(f"the budget and its bounds allow {allowed}, no more"))
+        named = named_allocations(self.spec.budget)
+        for allocation, names in named.items():
+            self._enqueue_first(allocation, f"named {','.join(names)}")
+        for prior in self.priors:
+            if prior.allocation in named and prior.name not in named[prior.allocation]:
+                same = ", ".join(named[prior.allocation])
+                self.notify(Note(f"the prior {prior.name} is the same allocation as {same}"))
+            self._enqueue_first(prior.allocation, f"{PRIOR}{prior.name}")
+
+    def _enqueue_first(self, allocation: Allocation, label: str) -> None:
+        """Enqueue an allocation that the search begins with, unless it is under way or done."""
+        waiting = self._waiting()
+        if allocation in self._done or any(allocation == r.allocation for r in waiting):
+            return
+        if self._room(waiting) <= 0:
+            left_out = label.partition(" ")[2].replace(",", ", ")
+            self.notify(Note(f"--trials {self.rules.trials} leaves no room for {left_out}"))
+            return
+        store.enqueue(self.study, allocation, label=label, seed=self.spec.seed)
 
     def _room(self, waiting: list[store.TrialRecord]) -> int:
         """Count the allocations that may still be proposed; those under way are taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optuna
@@ -9,6 +10,7 @@ import optuna
 from mola.allocation import Allocation
 from search.bars import spark
 from search.plan import Plan, most_replicates
+from search.priors.given import Prior
 from search.priors.named import named_allocations
 from search.sampler import make_sampler
 from studies import encoding
@@ -22,6 +24,9 @@ def describe(plan: Plan) -> str:
     size, highest = budget.size(), max(budget.highs)
     goal = min(settings.trials, size)
     named = list(named_allocations(budget).items())[:goal]
+    given = [p for p in plan.priors if isinstance(p, Prior) and p.allocation not in dict(named)]
+    given = given[: goal - len(named)]
+    unknown = [p for p in plan.priors if isinstance(p, str)]
     lines = [
         f"Study {settings.study}: {spec.total} experts over {spec.num_layers} layers, "
         f"{min(budget.lows)} to {highest} in each: {_count(size)} allocations",
@@ -33,21 +38,29 @@ def describe(plan: Plan) -> str:
         "Named allocations, which run first:",
         *(f"  {spark(a, highest)}  {','.join(names)}: {a}" for a, names in named),
     ]
-    proposals = [f"  {spark(a, highest)}  {a}" for a in _proposals(plan, goal - len(named))]
+    if plan.priors:
+        lines += ["Priors, which follow:"]
+        lines += [f"  {spark(p.allocation, highest)}  {p.name}: {p.allocation}" for p in given]
+        lines += [f"  {name}: measured on the model when the search starts" for name in unknown]
+    first = [*(a for a, _ in named), *(p.allocation for p in given)]
+    proposals = [
+        f"  {spark(a, highest)}  {a}"
+        for a in _proposals(plan, first, goal - len(first) - len(unknown))
+    ]
     if proposals:
         lines += ["First proposals of the sampler, before it has seen a result:", *proposals]
     return "\n".join(lines)
 
 
-def _proposals(plan: Plan, room: int) -> list[Allocation]:
-    """Ask the sampler on a study in memory that has the named allocations running."""
+def _proposals(plan: Plan, first: Sequence[Allocation], room: int) -> list[Allocation]:
+    """Ask the sampler on a study in memory that has the first allocations running."""
     spec = plan.spec
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         sampler=make_sampler(plan.settings.sampler, spec.budget, plan.settings.seed)
     )
     distributions: dict[str, Any] = dict(encoding.distributions(spec.budget))
-    for allocation in named_allocations(spec.budget):
+    for allocation in first:
         study.enqueue_trial(encoding.to_params(allocation))
         study.ask(distributions)
     return [

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mola.allocation import ExpertBudget
 from mola.settings import DEMO_TASK, AdapterSettings, ModelSource, TrainSettings
+from search.bounds import Bound, make_budget
+from search.priors.given import Prior, read_priors
 from search.priors.named import named_allocations
 from studies.spec import StudySpec
 
@@ -33,8 +35,10 @@ class Settings:
     rungs: tuple[int, ...] | None
     finalists: int
     confirm_seeds: int
-    min_experts: int
-    max_experts: int | None
+    min_experts: Bound
+    max_experts: Bound | None
+    fix: tuple[tuple[int, int], ...]
+    prior: tuple[str, ...]
     model: str | None
     revision: str | None
     dtype: str
@@ -100,11 +104,13 @@ class Plan:
         settings: In force, with the study's name, the rungs and the demonstration's defaults.
         spec: What the study is about.
         data: The tokenised rows, without the test split, which no search may read.
+        priors: What `--prior` named; the name alone of what is measured when the search starts.
     """
 
     settings: Settings
     spec: StudySpec
     data: TaskData
+    priors: tuple[Prior | str, ...]
 
 
 def with_demo_defaults(settings: Settings, given: Collection[str]) -> Settings:
@@ -148,9 +154,14 @@ def prepare(settings: Settings) -> Plan:
 
     from mola import base
 
-    budget = ExpertBudget(
-        base.num_layers(source), settings.budget, settings.min_experts, settings.max_experts
+    budget = make_budget(
+        base.num_layers(source),
+        settings.budget,
+        settings.min_experts,
+        settings.max_experts,
+        settings.fix,
     )
+    priors = read_priors(settings.prior, budget)
     base.check_length(source, settings.max_length)
     data = _load_data(settings)
     spec = StudySpec(
@@ -170,7 +181,7 @@ def prepare(settings: Settings) -> Plan:
         seed=settings.seed,
         objective="nats per row" if data.has_choices else "nats per output token",
     )
-    return Plan(settings, spec, data)
+    return Plan(settings, spec, data, priors)
 
 
 def default_study_name(settings: Settings) -> str:
@@ -214,8 +225,8 @@ def check_reachable(address: str) -> None:
 
 
 def most_replicates(settings: Settings, budget: ExpertBudget) -> int:
-    """Count the trials of the confirmation, if no finalist is a named allocation."""
-    allocations = settings.finalists + len(named_allocations(budget))
+    """Count the trials of the confirmation, if no finalist is a named allocation or a prior."""
+    allocations = settings.finalists + len(named_allocations(budget)) + len(settings.prior)
     return settings.confirm_seeds * min(allocations, settings.trials, budget.size())
 
 

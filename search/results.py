@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mola.allocation import Allocation
@@ -104,7 +105,9 @@ def _comparison(conclusion: Mapping[str, Any]) -> Table:
         bounded = known and row["low"] is not None
         table.add_row(
             "*" if place == 0 else "",
-            "uniform" if is_reference else ",".join(row["names"]) or f"trial {row['trial']}",
+            "uniform"
+            if is_reference
+            else escape(",".join(row["names"])) or f"trial {row['trial']}",
             f"{row['mean']:.4f}" + (f" +- {error:.4f}" if error is not None else ""),
             f"{row['accuracy']:.1%}",
             f"{row['difference']:+.4f}" if known else "",

@@ -42,8 +42,8 @@ FAILED = 1
     "--compare",
     multiple=True,
     metavar="NAME|FILE",
-    help="Fine-tune this one, too, on the same seeds: 5555, 2468, 2882, 8642, 8228, scaled to the "
-    "same total, or an allocation file. Repeatable.",
+    help="Fine-tune this one, too, on the same seeds: 5555, 2468, 2882, 8642, 8228 or alphalora, "
+    "scaled to the same total, or an allocation file. Repeatable.",
 )
 @option(
     "Allocation", "--seeds", type=positive, default=1, help="Number of seeds of each allocation."
@@ -129,11 +129,12 @@ def main(**values: Any) -> int:
         from search.retrain_job import finish_runs, open_results
 
         accelerator = make_accelerator()
-        plan = prepare(
-            options,
-            mixed_precision=accelerator.mixed_precision,
-            processes=accelerator.num_processes,
-        )
+        with accelerator.main_process_first():  # which may measure what the others then read
+            plan = prepare(
+                options,
+                mixed_precision=accelerator.mixed_precision,
+                processes=accelerator.num_processes,
+            )
         results = open_results(plan, options.out, accelerator)
         with StopSignals() as signals:
             try:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from mola.allocation import Allocation, ExpertBudget
 from mola.demo import DEFAULTS
 from mola.settings import DEMO_TASK, AdapterSettings, ModelSource, TrainSettings
+from search.priors.measure import ALPHALORA, alphalora_scores
 from search.priors.named import NAMES, named
+from search.priors.scores import allocate
 from search.retrain_file import Conditions
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 256  # the paper's
 LEARNING_RATE = 3e-4  # the paper's
+SCORES = "alphalora.json"  # in the folder of the adapter: the model's scores, once measured
 MICRO_BATCH = 8  # the reference implementation's
 
 
@@ -80,7 +83,6 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
         raise ValueError(f"{options.out} holds another adapter; choose another --out")
     allocation, document = read_allocation_file(options.allocation)
     study: dict[str, Any] = document.get("study", {})
-    allocations = {options.allocation.stem: allocation, **_compared(options, allocation)}
     source = _source(options, study)
     place = _data_place(options, source, study)
     template = options.prompt_template
@@ -90,9 +92,12 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
 
     from mola import base
 
-    _check_layers(allocations, base.num_layers(source), source.display_name)
+    name = options.allocation.stem
+    _check_layers({name: allocation}, base.num_layers(source), source.display_name)
     base.check_length(source, max_length)
     data = _load(source, place, template, max_length)
+    allocations = {name: allocation, **_compared(options, allocation, source)}
+    _check_layers(allocations, allocation.num_layers, source.display_name)
     conditions = Conditions(
         experts=allocation.experts,
         seed=options.seed,
@@ -117,7 +122,9 @@ def results_path(out: Path) -> Path:
     return out / "results.json"
 
 
-def _compared(options: Options, allocation: Allocation) -> dict[str, Allocation]:
+def _compared(
+    options: Options, allocation: Allocation, source: ModelSource
+) -> dict[str, Allocation]:
     """Find the allocations of `--compare`: named ones, scaled to the same total, or files."""
     from studies.export import read_allocation_file
 
@@ -127,11 +134,14 @@ def _compared(options: Options, allocation: Allocation) -> dict[str, Allocation]
     for text in options.compare:
         if text in NAMES:
             name, other = text, named(text, budget)
+        elif text == ALPHALORA:
+            name, other = text, allocate(alphalora_scores(source, options.out / SCORES), budget)
         elif Path(text).is_file():
             name, other = Path(text).stem, read_allocation_file(Path(text))[0]
         else:
             raise ValueError(
-                f"--compare {text}: expected one of {', '.join(NAMES)}, or an allocation file"
+                f"--compare {text}: expected one of {', '.join([*NAMES, ALPHALORA])}, or an "
+                "allocation file"
             )
         if name == options.allocation.stem or found.get(name, other) != other:
             raise ValueError(f"--compare {text}: another allocation is called {name!r}; rename it")

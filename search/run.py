@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from mola.demo import DEFAULTS
 from search import config
+from search.bounds import Fixed, PerLayer
 from search.cli import (
     CommaList,
     Command,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import optuna
 
     from search.pool import Pool
+    from search.priors.given import Prior
 
 STOPPED_BY_FAILURES = 1
 SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")  # search.sampler's and search.pruner's lists:
@@ -58,21 +60,38 @@ def _demo_defaults() -> str:
     "--trials",
     type=positive,
     default=40,
-    help="Distinct allocations to measure in all, the named ones and earlier runs included.",
+    help="Distinct allocations to measure in all; named ones, priors and earlier runs included.",
 )
 @option("Search", "--steps", type=positive, default=40, help="Optimizer steps of a proxy.")
 @option(
     "Search",
     "--min-experts",
-    type=Whole(min=0),
+    type=PerLayer(0),
     default=1,
-    help="Fewest experts in a layer; 0 leaves layers frozen.",
+    help="Fewest experts in a layer, or in each: 1,1,2,... or 1x16 2x16; 0 leaves layers frozen.",
 )
 @option(
     "Search",
     "--max-experts",
-    type=positive,
-    help="Most experts in a layer.  [default: twice the mean, rounded up]",
+    type=PerLayer(1),
+    help="Most experts in a layer, or in each.  [default: twice the mean, rounded up]",
+)
+@option(
+    "Search",
+    "--fix",
+    type=Fixed(),
+    default=(),
+    help="Layers whose numbers of experts are given and not searched: 0=2,31=8.",
+)
+@option(
+    "Search",
+    "--prior",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="An allocation to begin with: 5555, 2468, 2882, 8642, 8228; alphalora (from the weights), "
+    "gradient or representation (from some training rows as well), measured on the model before "
+    "the search begins; a file with an allocation, or with a score per layer as JSON "
+    '{"scores": [...]}, higher for more experts. Repeatable.',
 )
 @option(
     "Search",
@@ -100,7 +119,7 @@ def _demo_defaults() -> str:
     "--finalists",
     type=positive,
     default=3,
-    help="The best so many allocations run again on fresh seeds, as do the named ones.",
+    help="The best so many allocations run again on fresh seeds, as do the named ones and priors.",
 )
 @option(
     "Search",
@@ -181,7 +200,8 @@ def main(ctx: click.Context, /, **options: Any) -> int:
             click.echo(describe(plan))
             return 0
         study, url = _open(plan)
-    return _search(plan, study, url)
+        priors = _settle(plan, study)
+    return _search(plan, study, url, priors)
 
 
 def _open(plan: Plan) -> tuple[optuna.Study, str]:
@@ -208,7 +228,19 @@ def _open(plan: Plan) -> tuple[optuna.Study, str]:
     return study, url
 
 
-def _search(plan: Plan, study: optuna.Study, url: str) -> int:
+def _settle(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
+    """Measure the priors that need it, before a worker takes the GPU, and record them."""
+    from search.priors.settle import settle
+
+    settings = plan.settings
+    gpus = settings.gpus_per_worker
+    device = "cpu" if gpus == 0 else "auto" if gpus and gpus > 1 else "any"
+    # PRIORS -> SAMPLER: they come after the study was opened with its sampler, because what was
+    # measured before is read from the study; set `study.sampler` here. The driver enqueues them.
+    return settle(study, plan.spec, plan.data, plan.priors, device=device, quiet=settings.quiet)
+
+
+def _search(plan: Plan, study: optuna.Study, url: str, priors: tuple[Prior, ...]) -> int:
     """Run the search to its end, and print what it found.
 
     Returns:
@@ -244,6 +276,7 @@ def _search(plan: Plan, study: optuna.Study, url: str) -> int:
                     plan.spec,
                     lambda: _open_pool(plan, signals),
                     rules,
+                    priors=priors,
                     notify=notify,
                     stop_requested=signals.requested,
                 )

@@ -27,7 +27,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Started:
-    """A trial began on a worker. `label`: why, `search`, `replicate` or `named ...`."""
+    """A trial began on a worker. `label`: why; see `TrialRecord.label`."""
 
     job: Job
     label: str

@@ -1,6 +1,6 @@
 """Run trials in Ray actors, one process per worker.
 
-The only file that imports Ray, and only once a pool is opened.
+Ray is imported only once a pool is opened.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mola.allocation import Allocation
 from studies.spec import StudySpec
 
 
@@ -53,4 +54,4 @@ def _item(name: str, value: Any) -> str:
 
 
 def _bound(bound: int | tuple[int, ...]) -> str:
-    return str(bound) if isinstance(bound, int) else "[" + ", ".join(map(str, bound)) + "]"
+    return str(bound if isinstance(bound, int) else Allocation(bound))

@@ -15,11 +15,13 @@ from studies.files import write_text_atomic
 from studies.spec import StudySpec
 
 SEARCH = "search"  # label of a trial that the sampler proposed
+PRIOR = "prior "  # beginning of the label of a trial of `--prior`, before the prior's name
 REPLICATE = "replicate"  # label of a trial that repeats an allocation on a further seed
 
 # Attributes of a study.
 SPEC_ATTR = "spec"
 CONCLUSION_ATTR = "conclusion"
+PRIORS_ATTR = "priors"
 
 # Attributes of a trial; those of RESULT_ATTRS carry the names of `mola.events.Finished`.
 LABEL_ATTR = "label"
@@ -39,7 +41,7 @@ class TrialRecord:
         state: WAITING, RUNNING, COMPLETE, PRUNED or FAIL.
         allocation: What is trained.
         seed: Seed of the data order, dropout and fresh weights.
-        label: `search`, `replicate` or `named ...`.
+        label: `search`, `replicate`, `named ...` or `prior ...`.
         objective: Validation objective in the study's unit; of a pruned trial the last one.
         accuracy: Fraction of validation rows that are right; None unless complete.
         standard_error: Of the objective over the validation rows; None unless complete.
@@ -79,6 +81,15 @@ def get_conclusion(study: optuna.Study) -> dict[str, Any] | None:
     """Read what the search found; None while it goes on."""
     conclusion: dict[str, Any] | None = study.user_attrs.get(CONCLUSION_ATTR)
     return conclusion
+
+
+def get_priors(study: optuna.Study) -> dict[str, Any]:
+    """Read the priors that the study was given so far.
+
+    Returns:
+        By name: `experts` per layer, and `scores` per layer or None.
+    """
+    return dict(study.user_attrs.get(PRIORS_ATTR, {}))
 
 
 def records(study: optuna.Study) -> list[TrialRecord]:

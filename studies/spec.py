@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from mola.allocation import ExpertBudget
+from mola.allocation import Allocation, ExpertBudget
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from studies.strict import decode
 
@@ -120,8 +120,8 @@ def _settings(spec: StudySpec) -> list[tuple[str, Any]]:
     return [
         ("number of layers (--model)", spec.num_layers),
         ("budget (--budget)", spec.total),
-        ("fewest experts in a layer (--min-experts)", budget.low),
-        ("most experts in a layer (--max-experts)", budget.high),
+        ("fewest experts in a layer (--min-experts, --fix)", _bound(budget.low)),
+        ("most experts in a layer (--max-experts, --fix)", _bound(budget.high)),
         ("dtype (--dtype)", spec.model.dtype),
         ("prompt template (--prompt-template)", spec.prompt_template),
         ("longest row in tokens (--max-length)", spec.max_length),
@@ -141,6 +141,11 @@ def _settings(spec: StudySpec) -> list[tuple[str, Any]]:
         ("seed (--seed)", spec.seed),
         ("objective", spec.objective),
     ]
+
+
+def _bound(bound: int | tuple[int, ...]) -> int | str:
+    """Write bounds that differ between layers in run-length form, as they are given."""
+    return bound if isinstance(bound, int) else str(Allocation(bound))
 
 
 def _changed_contents(here: StudySpec, there: StudySpec) -> list[str]:

@@ -23,6 +23,7 @@ from studies.records import (
     BLAMELESS_ATTR,
     CONCLUSION_ATTR,
     LABEL_ATTR,
+    PRIORS_ATTR,
     REASON_ATTR,
     REPLICATE,
     RESULT_ATTRS,
@@ -63,6 +64,7 @@ __all__ = [
     "reconcile",
     "records",
     "set_conclusion",
+    "set_priors",
     "storage_url",
     "study_spec",
     "write_trials_csv",
@@ -144,6 +146,11 @@ def load_study(name: str, url: str) -> optuna.Study:
 def set_conclusion(study: optuna.Study, conclusion: Mapping[str, Any]) -> None:
     """Record what the search found, as JSON-able data; see `search.conclude`."""
     study.set_user_attr(CONCLUSION_ATTR, dict(conclusion))
+
+
+def set_priors(study: optuna.Study, priors: Mapping[str, Any]) -> None:
+    """Record the priors of a study, as JSON-able data; see `get_priors`."""
+    study.set_user_attr(PRIORS_ATTR, dict(priors))
 
 
 def enqueue(study: optuna.Study, allocation: Allocation, *, label: str, seed: int) -> bool:

@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 import search.full_run
-from mola.allocation import Allocation
+from mola.allocation import Allocation, ExpertBudget
 from mola.base import load_model, load_tokenizer
 from mola.demo import DEFAULTS
 from mola.model import load_mola_model
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from search.priors.measure import Request, compute
+from search.priors.scores import allocate
 from search.retrain import main
 from search.retrain_file import Run, Scores, read_results
 from search.retrain_plan import Options, Plan, _train, prepare
@@ -412,6 +414,25 @@ def test_baselines_have_the_total_of_the_exported_allocation(
         "8642": (3, 2, 2, 1),
         "other": (0, 0, 3, 9),
     }
+
+
+def test_alphalora_is_a_baseline_that_is_measured_once(
+    tmp_path: Path, tiny_model_dir: Path, choices_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"data": str(choices_dir), "compare": ("alphalora",)}
+    made = plan(tmp_path, document(tiny_model_dir), **options)
+    baseline = made.allocations["alphalora"]
+    source = ModelSource(str(tiny_model_dir))
+    request = Request("alphalora", source, "cpu")
+    expected = compute(request, lambda layer: None)
+    total = next(iter(made.allocations.values())).total
+    assert baseline == allocate(expected, ExpertBudget(4, total))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("search.priors.measure.measure", refuse)
+    assert plan(tmp_path, document(tiny_model_dir), **options).allocations == made.allocations
 
 
 def test_a_comparison_with_itself_is_left_out(
