@@ -1,0 +1,221 @@
+"""Ask how well short proxies order allocations, and which pruner pays.
+
+    python -m benchmarks.fidelity                       the tables, from the recorded curves
+    python -m benchmarks.fidelity record demo           run and record the built-in model's proxies
+    python -m benchmarks.fidelity take NAME --study S   record the curves of a search, not pruned
+
+A curve is a validation objective by step, of a fine-tune of some length (the learning rate falls to
+zero over the length, so that a short fine-tune is not the beginning of a long one). Orders are
+compared by Spearman's rank correlation, with a bootstrap interval over allocations. A pruner is
+replayed on a search's curves in their order: what it saves, and how often it loses the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from accelerate import Accelerator
+
+from mola.allocation import ExpertBudget
+from mola.base import load_model, load_tokenizer
+from mola.data import encode_splits, load_splits
+from mola.demo import DEFAULTS
+from mola.events import Finished, Rung
+from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from mola.trial import run_trial
+from search.priors.named import NAMES, named
+from studies import store
+
+RECORDED = Path(__file__).parent / "recorded"
+LENGTHS = (7, 14, 28, 84)  # of the built-in model's fine-tunes; a proxy has 28 steps
+COLUMNS = ["allocation", "seed", "length", "step", "objective"]
+
+
+def record_demo(path: Path, random: int, seeds: int) -> None:
+    """Run proxies of every length on the built-in model; a table that is there is continued."""
+    source = ModelSource()
+    model = load_model(source)
+    data = encode_splits(
+        load_splits(None, limit_validation=int(DEFAULTS["validation_rows"])),
+        load_tokenizer(source),
+        prompt_template=None,
+        max_length=int(DEFAULTS["max_length"]),
+        name="the built-in task",
+    )
+    budget, rng = ExpertBudget(32, 160, low=int(DEFAULTS["min_experts"])), np.random.default_rng(0)
+    allocations = [named(name, budget) for name in NAMES]
+    allocations += [budget.uniform(rng) for _ in range(random)]
+    table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
+    done = set(zip(table["allocation"], table["seed"], table["length"], strict=True))
+    for seed in range(seeds):
+        for allocation in allocations:
+            for length in LENGTHS:
+                if (str(allocation), seed, length) in done:
+                    continue
+                train = TrainSettings(
+                    steps=length,
+                    batch_size=int(DEFAULTS["batch_size"]),
+                    learning_rate=float(DEFAULTS["learning_rate"]),
+                )
+                rungs = tuple(s for s in LENGTHS if s < length) if length == 28 else ()
+                events = run_trial(
+                    model, data, allocation, AdapterSettings(), train,
+                    seed=seed, accelerator=Accelerator(), rungs=rungs,
+                )  # fmt: skip
+                rows = [
+                    (str(allocation), seed, length, event.step, event.objective)
+                    for event in events
+                    if isinstance(event, (Rung, Finished))
+                ]
+                frame = pd.DataFrame(rows, columns=COLUMNS)
+                frame.to_csv(path, mode="a", header=not path.exists(), index=False)
+            print(f"seed {seed}  {allocation}  {rows[-1][-1]:.4f}", flush=True)
+
+
+def take_study(path: Path, name: str, storage: str) -> None:
+    """Write the curves of a search's complete trials."""
+    study = store.load_study(name, storage)
+    spec = store.study_spec(study)
+    rows = []
+    for record in store.records(study):
+        if record.state == "COMPLETE":
+            curve = {**record.rungs, spec.train.steps: record.objective}
+            rows += [
+                (str(record.allocation), record.seed, spec.train.steps, step, objective)
+                for step, objective in sorted(curve.items())
+            ]
+    pd.DataFrame(rows, columns=COLUMNS).to_csv(path, index=False)
+
+
+def interval(x: np.ndarray, y: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
+    """Return Spearman's correlation and its 95 % bootstrap interval over the pairs."""
+
+    def of(index: np.ndarray) -> float:
+        a, b = pd.Series(x[index]).rank(), pd.Series(y[index]).rank()
+        return float(np.corrcoef(a, b)[0, 1])
+
+    rng = np.random.default_rng(0)
+    everything = np.arange(len(x))
+    samples = [of(rng.choice(everything, len(x))) for _ in range(draws)]
+    low, high = np.nanquantile(samples, [0.025, 0.975])
+    return of(everything), float(low), float(high)
+
+
+def print_orders(table: pd.DataFrame) -> None:
+    """Print how each (length, step) orders allocations against the ends of each length."""
+    means = table.groupby(["length", "step", "allocation"])["objective"].mean()
+    ends = [(length, length) for length in sorted(table["length"].unique())]
+    print(f"{'order after':<22}{'as after':<14}{'Spearman':>9}   95 % interval")
+    for length, step in means.index.droplevel("allocation").unique():
+        for whole in ends:
+            if (
+                whole[0] < length
+                or whole == (length, step)
+                or (whole[0] > length and step < length)
+            ):
+                continue
+            both = pd.concat([means[length, step], means[whole]], axis=1).dropna().to_numpy()
+            if len(both) < 5:
+                continue
+            value, low, high = interval(both[:, 0], both[:, 1])
+            print(
+                f"step {step:>3} of {length:<12}step {whole[0]:<9}{value:>9.2f}   "
+                f"[{low:.2f}, {high:.2f}]  {len(both)} allocations"
+            )
+
+
+def print_seeds(table: pd.DataFrame) -> None:
+    """Print how one seed's order agrees with another's, which bounds all of the above."""
+    for length in sorted(table["length"].unique()):
+        ends = table[(table["length"] == length) & (table["step"] == length)]
+        by_seed = ends.pivot_table(index="allocation", columns="seed", values="objective").dropna()
+        if by_seed.shape[1] < 2 or len(by_seed) < 5:
+            continue
+        pairs = [
+            interval(by_seed[a].to_numpy(), by_seed[b].to_numpy())[0]
+            for i, a in enumerate(by_seed.columns)
+            for b in by_seed.columns[i + 1 :]
+        ]
+        print(f"step {length:>3}: one seed's order against another's {np.mean(pairs):>6.2f}")
+
+
+def print_pruners(table: pd.DataFrame, startup: int = 8) -> None:
+    """Replay pruners on the curves of each seed, in random orders; print savings and losses."""
+    length = max(table["length"][table["step"] < table["length"]], default=None)
+    if length is None:
+        return
+    curves = table[table["length"] == length].pivot_table(
+        index=["seed", "allocation"], columns="step", values="objective"
+    )
+    curves = curves.dropna()
+    rungs = [int(s) for s in curves.columns if s < length]
+    choices = [(r,) for r in rungs] + ([tuple(rungs)] if len(rungs) > 1 else [])
+    print(f"{'rungs':<16}{'keep':>8}{'steps saved':>13}{'best kept':>11}{'loss':>9}   of {length}")
+    for chosen in choices:
+        for keep in (0.5, 0.75):
+            saved, kept, loss = _replay(curves, chosen, length, keep, startup)
+            title = ",".join(map(str, chosen))
+            print(f"{title:<16}{keep:>8.0%}{saved:>13.0%}{kept:>11.0%}{loss:>9.4f}")
+
+
+def _replay(
+    curves: pd.DataFrame, rungs: tuple[int, ...], length: int, keep: float, startup: int
+) -> tuple[float, float, float]:
+    """Return the part of the steps saved, how often the best survives, and what losing it costs."""
+    rng = np.random.default_rng(0)
+    saved, kept, loss = [], [], []
+    for _, group in curves.groupby(level="seed"):
+        if len(group) <= startup:
+            continue
+        for _ in range(200):
+            order = rng.permutation(len(group))
+            seen: dict[int, list[float]] = {rung: [] for rung in rungs}
+            spent, survivors = 0, []
+            for row in group.to_numpy()[order]:
+                values = dict(zip(group.columns, row, strict=True))
+                for rung in rungs:
+                    others = seen[rung]
+                    worse = len(others) >= startup and values[rung] > np.quantile(others, keep)
+                    seen[rung].append(values[rung])
+                    if worse:
+                        spent += rung
+                        break
+                else:
+                    spent += length
+                    survivors.append(values[length])
+            best = float(group[length].min())
+            saved.append(1 - spent / (length * len(group)))
+            kept.append(min(survivors) == best)
+            loss.append(min(survivors) - best)
+    return float(np.mean(saved)), float(np.mean(kept)), float(np.mean(loss))
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("action", nargs="?", choices=("show", "record", "take"), default="show")
+    parser.add_argument("name", nargs="?", help="of the table; default: all of them")
+    parser.add_argument("--random", type=int, default=10, help="random allocations (default: 10)")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of each (default: 2)")
+    parser.add_argument("--study", help="name of the search whose curves are taken")
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="folder of the studies")
+    options = parser.parse_args()
+    path = RECORDED / f"{options.name}.csv"
+    if options.action == "record":
+        record_demo(path, options.random, options.seeds)
+    elif options.action == "take":
+        url = store.storage_url(options.root, options.study, None)
+        take_study(path, options.study, url)
+    for table_path in sorted(RECORDED.glob("*.csv")) if options.name is None else [path]:
+        table = pd.read_csv(table_path)
+        print(f"\n{table_path.stem}: {len(table)} evaluations")
+        print_orders(table)
+        print_seeds(table)
+        print_pruners(table)
+
+
+if __name__ == "__main__":
+    main()
