@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 from mola.allocation import Allocation
 from search.priors.named import named, named_allocations
+from search.race import BLOCKS
 from studies.records import PRIOR
 from studies.spec import StudySpec
-from studies.stats import compare
+from studies.stats import compare, spread
 from studies.store import TrialRecord
 
 CONFIDENCE = 0.95
@@ -79,19 +81,28 @@ def conclude(
 
     Returns:
         JSON-able: `text`; `winner`, the number of its trial, None if nothing finished; `better`,
-        whether the interval excludes zero; `confidence`; `fresh_seeds`; and `table`, best mean
-        first, a row per allocation: `experts`, `names`, `trial`, `mean` and `standard_error` over
-        `seeds` seeds, `accuracy`, and the paired `difference`, `low`, `high` (None: unknown).
+        whether the interval excludes zero; `confidence`; `fresh_seeds`; `spread`, the standard
+        deviations `signal` and `noise` of the named allocations (None: unknown); and `table`,
+        best mean first, a row per allocation: `experts`, `names`, `trial`, `mean` and
+        `standard_error` over `seeds` seeds, `accuracy`, the paired `difference`, `low`, `high`
+        (None: unknown), and whether it `dropped` out of the race, last, compared on fewer seeds.
     """
     values = measured(records)
     fresh = fresh_seeds(spec, confirm_seeds)
     confirmed = {a: v for a, v in values.items() if {spec.seed, *fresh} <= set(v)}
     field = confirmed or {a: v for a, v in values.items() if spec.seed in v}
     fresh = fresh if confirmed else ()
+    dropped = _dropped(values, confirmed, (spec.seed, *fresh)) if fresh else {}
     uniform = named("5555", spec.budget)
     table = [_row(a, records, spec, (spec.seed, *fresh)) for a in field]
     table.sort(key=lambda row: (row["mean"], row["experts"]))
-    differences = _differences(field, uniform, fresh)
+    table += [_row(a, records, spec, seeds, dropped=True) for a, seeds in dropped.items()]
+    others = max(1, len(table) - 1)  # any of them might have won
+    differences = _differences(field, uniform, fresh, others)
+    for allocation, seeds in dropped.items():
+        together = {a: v for a, v in values.items() if set(seeds) <= set(v)}
+        found = _differences(together, uniform, seeds[1:], others)
+        differences[allocation] = found.get(allocation, _UNKNOWN)
     for row in table:
         row.update(differences.get(Allocation(row["experts"]), _UNKNOWN))
     better = bool(table) and table[0]["high"] is not None and table[0]["high"] < 0
@@ -101,6 +112,7 @@ def conclude(
         "better": better,
         "confidence": CONFIDENCE,
         "fresh_seeds": list(fresh),
+        "spread": _spread(values, spec, fresh),
         "table": table,
     }
 
@@ -108,8 +120,28 @@ def conclude(
 _UNKNOWN: dict[str, float | None] = {"difference": None, "low": None, "high": None}
 
 
+def _dropped(
+    values: Values, confirmed: Values, seeds: Sequence[int]
+) -> dict[Allocation, tuple[int, ...]]:
+    """Find who left the race; return the seeds that each finished on, before the first gap."""
+    found = {}
+    for allocation, by_seed in values.items():
+        run = tuple(itertools.takewhile(by_seed.__contains__, seeds))
+        if allocation not in confirmed and len(run) > BLOCKS:  # the study's own seed on top
+            found[allocation] = run
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def _spread(values: Values, spec: StudySpec, fresh: Sequence[int]) -> dict[str, float] | None:
+    """Measure signal and noise on the named allocations, which no result has chosen."""
+    names = named_allocations(spec.budget)
+    whole = {spec.seed, *fresh}
+    found = spread({a: v for a, v in values.items() if a in names and whole <= set(v)})
+    return None if found is None else {"signal": found.signal, "noise": found.noise}
+
+
 def _differences(
-    field: Values, uniform: Allocation, fresh: Sequence[int]
+    field: Values, uniform: Allocation, fresh: Sequence[int], comparisons: int
 ) -> dict[Allocation, dict[str, float | None]]:
     """Compare every allocation with uniform on the fresh seeds; empty where that cannot be."""
     if uniform not in field or not fresh:
@@ -121,12 +153,17 @@ def _differences(
             "low": _finite(c.low),
             "high": _finite(c.high),
         }
-        for c in compare(on_fresh, uniform, confidence=CONFIDENCE)
+        for c in compare(on_fresh, uniform, confidence=CONFIDENCE, comparisons=comparisons)
     }
 
 
 def _row(
-    allocation: Allocation, records: Sequence[TrialRecord], spec: StudySpec, seeds: Sequence[int]
+    allocation: Allocation,
+    records: Sequence[TrialRecord],
+    spec: StudySpec,
+    seeds: Sequence[int],
+    *,
+    dropped: bool = False,
 ) -> dict[str, Any]:
     """Sum up an allocation's trials on the seeds, each of which it finished on."""
     trials: dict[int, TrialRecord] = {}
@@ -145,6 +182,7 @@ def _row(
         "mean": fmean(objectives),
         "standard_error": stdev(objectives) / math.sqrt(len(seeds)) if several else None,
         "seeds": len(seeds),
+        "dropped": dropped,
         "accuracy": fmean(_measured(trials[seed].accuracy) for seed in seeds),
     }
 

@@ -17,10 +17,11 @@ from optuna.trial import TrialState
 
 from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
-from search.conclude import candidates, conclude, fresh_seeds
+from search.conclude import CONFIDENCE, candidates, conclude, fresh_seeds, measured
 from search.pool import Failed, Job, Pool, PoolError
 from search.priors.given import Prior
-from search.priors.named import named_allocations
+from search.priors.named import named, named_allocations
+from search.race import BLOCKS, still_racing
 from search.sampler import BudgetExhausted
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from studies import encoding, store
@@ -113,6 +114,7 @@ class Driver:
         self._done: set[Allocation] = set()
         self._failures = 0
         self._exhausted = False
+        self._to_come = 0  # replicates of the seeds that are not yet enqueued, at most
         self._distributions = encoding.distributions(spec.budget)
 
     def run(self) -> dict[str, Any]:
@@ -129,8 +131,7 @@ class Driver:
         try:
             self._prepare()
             self._work(propose=True)
-            self._enqueue_replicates()
-            self._work(propose=False)
+            self._confirm()
             return self._conclude()
         except (StopRequestedError, TooManyFailuresError, PoolError) as error:
             for number in list(self._running):
@@ -194,12 +195,13 @@ class Driver:
         waiting = self._waiting()
         return bool(waiting) or (propose and self._room(waiting) > 0)
 
-    def _work(self, propose: bool) -> None:
+    def _work(self, propose: bool, *, announce: bool = True) -> None:
         """Run trials until none is due: those that wait, and fresh proposals if so told."""
         if self._pool is None and self._due(propose):
             self._pool = self._open_pool()
         pool = self._pool
-        self._announce(propose)
+        if announce:
+            self._announce(propose)
         while pool is not None and (self._running or self._due(propose)):
             if self.stop_requested():
                 raise StopRequestedError("stopped by the user")
@@ -313,15 +315,27 @@ class Driver:
         store.interrupt(self.study, run.trial, reason)
         self.notify(Ended(run.job, run.label, "FAIL", None, run.seconds, reason))
 
-    def _enqueue_replicates(self) -> None:
-        """Ask for the finalists and the named allocations on fresh seeds; those done stay done.
+    def _confirm(self) -> None:
+        """Run the finalists and the named allocations on fresh seeds; those done stay done.
 
-        Seed by seed, so that an interrupted confirmation has complete blocks to compare.
+        Seed by seed, so that an interrupted confirmation has complete blocks to compare, and who is
+        clearly behind after some of them does not run on the rest (`search.race`).
         """
-        again = candidates(store.records(self.study), self.spec, self.rules.finalists)
-        for seed in fresh_seeds(self.spec, self.rules.confirm_seeds):
-            for allocation in again:
+        field = candidates(store.records(self.study), self.spec, self.rules.finalists)
+        seeds = fresh_seeds(self.spec, self.rules.confirm_seeds)
+        uniform = named("5555", self.spec.budget)
+        raced = len(field)
+        for place, seed in enumerate(seeds):
+            values = measured(store.records(self.study))
+            racing = still_racing(values, field, seeds[:place], uniform, CONFIDENCE)
+            for allocation in racing:
                 store.enqueue(self.study, allocation, label=store.REPLICATE, seed=seed)
+            self._to_come = len(racing) * (len(seeds) - place - 1)
+            if place + 1 < min(BLOCKS, len(seeds)):
+                continue
+            news = place + 1 == min(BLOCKS, len(seeds)) or len(racing) < raced
+            self._work(propose=False, announce=news)
+            raced = len(racing)
 
     def _conclude(self) -> dict[str, Any]:
         """Name the winner and say what is known about it."""
@@ -340,4 +354,4 @@ class Driver:
             replicates = [r for r in store.records(self.study) if r.label == store.REPLICATE]
             done = sum(r.state == "COMPLETE" for r in replicates)
             open_ = sum(r.state in ("WAITING", "RUNNING") for r in replicates)
-            self.notify(Phase("confirmation", done, done + open_, workers))
+            self.notify(Phase("confirmation", done, done + open_ + self._to_come, workers))

@@ -103,6 +103,41 @@ def compare(
     return sorted(rows, key=lambda row: (row.mean, row.allocation))
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How far allocations lie apart, and how far a measurement lies from what it measures.
+
+    Attributes:
+        signal: Standard deviation between allocations, the noise taken out.
+        noise: Standard deviation of one measurement, the seeds' common effect taken out.
+    """
+
+    signal: float
+    noise: float
+
+
+def spread(values: Mapping[Allocation, Mapping[int, float]]) -> Spread | None:
+    """Split the differences between allocations into signal and noise.
+
+    Args:
+        values: The objective by allocation and seed. The allocations must not have been chosen by
+            these values: a winner's are better than it is.
+
+    Returns:
+        None with fewer than two allocations or two seeds that all of them have.
+
+    Source:
+        The variance components of a randomised complete block design.
+    """
+    seeds = sorted(set.intersection(*(set(v) for v in values.values()))) if values else []
+    if len(values) < 2 or len(seeds) < 2:
+        return None
+    y = np.array([[by_seed[s] for s in seeds] for by_seed in values.values()])  # [A, S]
+    noise = _residual_mean_square(y)
+    between = float(y.mean(axis=1).var(ddof=1)) - noise / len(seeds)
+    return Spread(signal=math.sqrt(max(0.0, between)), noise=math.sqrt(noise))
+
+
 def t_quantile(p: float, df: int) -> float:
     """Invert the distribution function of Student's t for whole degrees of freedom.
 
@@ -150,10 +185,14 @@ def _margin(y: np.ndarray, confidence: float, comparisons: int) -> float:
     df = (num_allocations - 1) * (num_seeds - 1)
     if df == 0:
         return math.inf
-    residuals = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0, keepdims=True) + y.mean()
-    mean_square = float((residuals**2).sum()) / df
     quantile = t_quantile(1 - (1 - confidence) / 2 / comparisons, df)
-    return quantile * math.sqrt(2 * mean_square / num_seeds)
+    return quantile * math.sqrt(2 * _residual_mean_square(y) / num_seeds)
+
+
+def _residual_mean_square(y: np.ndarray) -> float:
+    """Give the mean square of what allocations and seeds leave unexplained; y: [A, S]."""
+    residuals = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0, keepdims=True) + y.mean()
+    return float((residuals**2).sum()) / float((y.shape[0] - 1) * (y.shape[1] - 1))
 
 
 def _standard_error(row: np.ndarray) -> float:

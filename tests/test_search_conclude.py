@@ -142,3 +142,33 @@ def test_the_conclusion_is_plain_json() -> None:
     assert row["standard_error"] == pytest.approx(math.sqrt(0.02 / 3 / 4))
     assert row["accuracy"] == pytest.approx(0.5)
     assert result["table"][1]["names"] == ["5555"]
+
+
+def test_who_dropped_out_is_compared_on_the_seeds_it_ran_and_cannot_win() -> None:
+    result = conclusion(
+        {
+            UNIFORM: [1.2, 1.3, 1.1, 1.2],
+            FOUND: [1.1, 1.2, 1.0, 1.1],
+            OTHER: [0.1, 1.9, 1.7, None],  # lucky at first, behind on the fresh seeds
+        }
+    )
+    assert result["winner"] == 10
+    last = result["table"][-1]
+    assert (last["experts"], last["dropped"], last["seeds"]) == ([5, 5, 1, 1], True, 3)
+    assert last["difference"] == pytest.approx(0.6)
+    assert not any(row["dropped"] for row in result["table"][:-1])
+
+
+def test_intervals_hold_for_all_that_set_out_and_not_for_the_survivors_alone() -> None:
+    survivors = {UNIFORM: [1.2, 1.3, 1.1, 1.2], FOUND: [1.1, 1.25, 1.0, 1.1]}
+    alone = conclusion(survivors)
+    after_a_race = conclusion({**survivors, OTHER: [1.0, 1.9, 1.7, None]})
+    assert after_a_race["table"][0]["low"] < alone["table"][0]["low"]
+
+
+def test_signal_and_noise_are_those_of_the_named_allocations() -> None:
+    named_two = {UNIFORM: [1.0, 1.1, 0.9, 1.0], TRIANGLE: [2.0, 2.1, 1.9, 2.1]}
+    result = conclusion({**named_two, FOUND: [0.0, 5.0, 0.0, 5.0]})
+    assert result["spread"]["signal"] == pytest.approx(1.025 / math.sqrt(2), rel=0.02)
+    assert result["spread"]["noise"] < 0.05
+    assert conclusion({UNIFORM: [1.0, 1.1, 0.9, 1.0]})["spread"] is None

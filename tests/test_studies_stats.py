@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mola.allocation import Allocation
-from studies.stats import compare, t_quantile
+from studies.stats import compare, spread, t_quantile
 
 UNIFORM, LOW, TOP = Allocation([2, 2]), Allocation([3, 1]), Allocation([1, 3])
 
@@ -176,3 +176,33 @@ def _by(rows, allocation):
 def _width(rows):
     row = _by(rows, LOW)
     return row.high - row.low
+
+
+def test_spread_recovers_what_the_values_were_made_of() -> None:
+    """Standard deviations 3 and 1 of 200 allocations on 5 seeds: within a fifth, 8 sigma."""
+    rng = np.random.default_rng(0)
+    allocations = [Allocation((1, n)) for n in range(200)]
+    true = rng.normal(0, 3, 200)
+    shift = rng.normal(0, 10, 5)  # the seeds' common effect, which is no noise
+    values = {
+        a: {s: float(true[i] + shift[s] + rng.normal()) for s in range(5)}
+        for i, a in enumerate(allocations)
+    }
+    found = spread(values)
+    assert found is not None
+    assert found.signal == pytest.approx(float(true.std()), rel=0.2)
+    assert found.noise == pytest.approx(1, rel=0.2)
+
+
+def test_spread_of_alike_allocations_has_no_signal() -> None:
+    values = {Allocation((1, n)): {0: float(n % 2), 1: float((n + 1) % 2)} for n in range(4)}
+    found = spread(values)
+    assert found is not None
+    assert found.signal == 0
+    assert found.noise > 0
+
+
+def test_spread_needs_two_allocations_on_two_seeds() -> None:
+    assert spread({}) is None
+    assert spread({Allocation((1, 1)): {0: 1.0, 1: 2.0}}) is None
+    assert spread({Allocation((1, 1)): {0: 1.0}, Allocation((1, 2)): {0: 1.0}}) is None
