@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation, ExpertBudget
 from search.moves import Floats, Ints
-from search.surrogate import Observations
+from search.observations import Observations
 from studies.encoding import distributions, from_params
 
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
