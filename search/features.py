@@ -79,8 +79,12 @@ class FeatureMap:
             return a.log @ ties @ b.log.T
         if feature == "pairs":
             return a.pairs @ ties[:-1, :-1] @ b.pairs.T
-        curves = [x @ ties @ y.T for x, y in zip(a.curves, b.curves, strict=True)]
-        return sum(curves, np.zeros((len(a.log), len(b.log))))
+        tied, width = a.curves @ ties, len(a.curves) * self.layers
+        x = tied.transpose(1, 0, 2).reshape(
+            len(a.log), width
+        )  # curves side by side: one product for all
+        y = b.curves.transpose(1, 0, 2).reshape(len(b.log), width)
+        return x @ y.T
 
     def profile(self, tie: str, a: Features, b: Features) -> Floats:
         """Compute a bell-shaped covariance of the distance between profiles."""

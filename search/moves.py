@@ -134,7 +134,7 @@ def best_additive(tables: Floats, budget: ExpertBudget, first: int) -> Ints:
     counts = np.empty((*outer, budget.num_layers), dtype=np.int64)
     left = np.full((*outer, 1), rest)
     for layer in reversed(range(budget.num_layers)):
-        extra = np.take_along_axis(choices[layer], left, axis=-1)
-        counts[..., layer] = budget.lows[layer] + extra[..., 0]
-        left -= extra
+        chosen = np.take_along_axis(choices[layer], left, axis=-1)
+        counts[..., layer] = budget.lows[layer] + chosen[..., 0]
+        left -= chosen
     return counts

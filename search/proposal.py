@@ -23,7 +23,7 @@ from search.observations import Observations
 from search.surrogate import Posterior, fit
 
 _ENOUGH = 3  # observations before there is a model
-_ATTEMPT_EVERY = 4  # until each layer has had its share of contrasts
+_ATTEMPT_EVERY = 6  # until each layer has had its share of contrasts
 _LATER_ATTEMPT_EVERY = 2
 _SHARE = 2  # trials per layer
 _OPTIMISM = 0.3  # standard deviations taken off an attempt's mean
@@ -34,31 +34,31 @@ _DRAWS = 32  # of the posterior
 
 
 def propose(
-    budget: ExpertBudget,
+    among: ExpertBudget,
+    features: FeatureMap,
     observations: Observations,
     pending: Collection[Allocation],
     taken: Collection[Allocation],
     rng: np.random.Generator,
-    among: ExpertBudget | None = None,
 ) -> Allocation:
     """Choose the next allocation.
 
     Args:
-        budget: what the search is about; the model's scales follow from it.
+        among: choose from these, the budget or a part of it.
+        features: of the budget, whatever part of it `among` is.
         observations: finished trials.
         pending: allocations whose trials are not finished.
         taken: allocations not to be proposed; at least one member of `among` is not in it.
         rng: decides the random part.
-        among: choose from this part of the budget; None means all of it.
     """
-    space = Space(among or budget, taken)
+    space = Space(among, taken)
     if len(observations.values) < _ENOUGH:
         return space.first_free(_opening(space), rng)
     waiting = np.array([a.experts for a in pending], dtype=np.int64)
-    model = fit(FeatureMap(budget), observations, waiting.reshape(-1, budget.num_layers))
+    model = fit(features, observations, waiting.reshape(-1, among.num_layers))
     additive = best_additive(model.tables(), space.budget, model.features.first)
     best = space.descend(model.mean, additive, rng)
-    late = len(taken) >= _SHARE * budget.num_layers
+    late = len(taken) >= _SHARE * among.num_layers
     every = _LATER_ATTEMPT_EVERY if late else _ATTEMPT_EVERY
     if len(taken) % every == every - 1:
         ranked = _attempts(space, model, observations, best, rng)

@@ -49,6 +49,9 @@ class Posterior:
         gram = rest + self._additive(self._seen, self._seen)
         self._root = np.linalg.inv(np.linalg.cholesky(gram))  # [N, N], gram^-1 = root^T root
         self._alpha = self._root.T @ (self._root @ observations.standard)
+        shares = [self._ties["log"] @ self._seen.log.T @ self._alpha]
+        shares += [self._ties["curves"] @ curve.T @ self._alpha for curve in self._seen.curves]
+        self._tables: Floats = np.stack(shares, axis=1) @ features.basis.T  # [L, V]
         self._pending: tuple[Features, Floats] | None = None
         if pending is not None and len(pending):
             waiting = features(pending)
@@ -59,7 +62,7 @@ class Posterior:
 
     def mean(self, counts: Ints) -> Floats:
         """Give the posterior mean [N] of the objective at counts [N, L]."""
-        return self.offset + self.scale * self._standard_mean(self.features(counts))
+        return self._mean(counts, self.features(counts))
 
     def mean_and_deviation(self, counts: Ints) -> tuple[Floats, Floats]:
         """Give the posterior mean and standard deviation [N], without noise.
@@ -73,8 +76,7 @@ class Posterior:
             waiting, root = self._pending
             cross = self._prior(waiting, at) + LEVEL_VARIANCE - self._half(waiting).T @ half
             variance -= ((root @ cross) ** 2).sum(axis=0)
-        mean = self.offset + self.scale * self._standard_mean(at)
-        return mean, self.scale * np.sqrt(np.maximum(variance, 0.0))
+        return self._mean(counts, at), self.scale * np.sqrt(np.maximum(variance, 0.0))
 
     def gain(self, counts: Ints, base: Ints, moves: Ints) -> Floats:
         """Say how much a trial would tell about moves from a base, [M].
@@ -108,10 +110,7 @@ class Posterior:
 
     def tables(self) -> Floats:
         """Give the posterior mean of each layer's own share, [L, V], up to a constant."""
-        seen = self._seen
-        shares = [self._ties["log"] @ seen.log.T @ self._alpha]
-        shares += [self._ties["curves"] @ curve.T @ self._alpha for curve in seen.curves]
-        return self.scale * np.stack(shares, axis=1) @ self.features.basis.T
+        return self.scale * self._tables
 
     def samples(self, count: int, rng: np.random.Generator) -> Floats:
         """Draw each layer's own share from the posterior, [S, L, V], up to a constant.
@@ -134,8 +133,10 @@ class Posterior:
         tables: Floats = self.scale * np.stack(shares, axis=2) @ self.features.basis.T
         return tables
 
-    def _standard_mean(self, at: Features) -> Floats:
-        mean: Floats = (self._prior(at, self._seen) + self._same) @ self._alpha
+    def _mean(self, counts: Ints, at: Features) -> Floats:
+        own = self._tables[np.arange(self.features.layers), counts - self.features.first]
+        rest = (self._interactions(at, self._seen) + self._same) @ self._alpha
+        mean: Floats = self.offset + self.scale * (own.sum(axis=1) + rest)
         return mean
 
     def _half(self, at: Features) -> Floats:
