@@ -5,236 +5,99 @@
 Each search starts, like a real one, with the named allocations. Values carry noise of 15 % of the
 gap between uniform and the optimum. Regret is what the incumbent truly loses, in units of that gap:
 1 is uniform, 0 the optimum, so that 1 means no gain from searching. The incumbent is the best
-posterior mean for `budget`, the best value seen for the others. All is deterministic, the stock
-samplers' own randomness included. With `--batch 8` eight trials run at a time.
+posterior mean among the tried allocations for `budget`, the best value seen for the others. Most
+landscapes have 32 layers and 160 experts, 1 to 10 each; benchmarks/landscapes.py has them all, and
+says which were held out. All is deterministic, the stock samplers' own randomness included.
 
-The landscapes were made to differ in kind, not to look like any model: additive and smooth over
-depth, without depth structure, few layers that matter, alternating layers, blocks with sharp edges,
-other diminishing returns than the logarithm, coupled neighbours, two basins, a penalty on thin
-layers, an optimum inside the box; 12 to 126 layers.
+With `--parallel 8` eight trials run at a time. `--priors` adds searches that are told, and start
+with, an allocation believed good: one near the optimum, and that one with its depth reversed.
+`--time` measures the seconds of a proposal instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import optuna
+from landscapes import LANDSCAPES, Landscape
 
 from mola.allocation import Allocation, ExpertBudget
-from search.moves import Floats, Ints, Space, best_additive
+from search.moves import Floats
 from search.priors.named import named_allocations
 from search.sampler import SAMPLERS, make_sampler, posterior_means
 from studies.encoding import distributions, from_params, to_params
 
 NOISE = 0.15  # of the gap
-Value = Callable[[Ints], Floats]  # counts [M, L] to values [M], lower is better
-
-
-@dataclass(frozen=True)
-class Landscape:
-    """A problem with a known optimum."""
-
-    budget: ExpertBudget
-    value: Value
-    best: float
-    uniform: float
-
-    @property
-    def gap(self) -> float:
-        """What there is to gain over uniform."""
-        return self.uniform - self.best
-
-
-def smooth(layers: int, rng: np.random.Generator, scale: float) -> Floats:
-    """Draw a smooth profile over depth with variance 1; the scale is in depths."""
-    depth = np.linspace(0, 1, layers)
-    covariance = np.exp(-0.5 * ((depth[:, None] - depth) / scale) ** 2)
-    root = np.linalg.cholesky(covariance + 1e-8 * np.eye(layers))
-    profile: Floats = root @ rng.normal(size=layers)
-    return profile
-
-
-def additive(budget: ExpertBudget, share: Callable[[Floats], Floats]) -> Landscape:
-    """Make a landscape that is a sum over layers; share maps counts [V, L] to gains [V, L]."""
-    first, last = min(budget.lows), max(budget.highs)
-    counts = np.arange(first, last + 1.0)[:, None] * np.ones(budget.num_layers)
-    tables = -share(counts).T  # [L, V]
-    layers = np.arange(budget.num_layers)
-    return landscape(
-        budget,
-        lambda n: tables[layers, n - first].sum(axis=-1),
-        [best_additive(tables, budget, first)],
-    )
-
-
-def landscape(budget: ExpertBudget, value: Value, starts: Sequence[Ints]) -> Landscape:
-    """Make a landscape; its optimum is the best that descents from the starts find."""
-    space, rng = Space(budget, ()), np.random.default_rng(0)
-    mean = budget.total / budget.num_layers
-    uniform = np.array(budget.project([mean] * budget.num_layers).experts)
-    found = [value(space.descend(value, start, rng)[None])[0] for start in [*starts, uniform]]
-    return Landscape(budget, value, float(min(found)), float(value(uniform[None])[0]))
-
-
-def make_smooth(rng: np.random.Generator) -> Landscape:
-    """Weights that change slowly with depth."""
-    weights = np.exp(0.7 * smooth(32, rng, 0.25))
-    return additive(ExpertBudget(32, 160), lambda n: weights * np.log1p(n))
-
-
-def make_deep(rng: np.random.Generator) -> Landscape:
-    """The same, deeper than any sampler would like."""
-    weights = np.exp(0.7 * smooth(126, rng, 0.2))
-    return additive(ExpertBudget(126, 630), lambda n: weights * np.log1p(n))
-
-
-def make_rough(rng: np.random.Generator) -> Landscape:
-    """Weights without any depth structure."""
-    weights = np.exp(0.8 * rng.normal(size=32))
-    return additive(ExpertBudget(32, 160), lambda n: weights * np.log1p(n))
-
-
-def make_shallow(rng: np.random.Generator) -> Landscape:
-    """The same with 12 layers."""
-    weights = np.exp(0.8 * rng.normal(size=12))
-    return additive(ExpertBudget(12, 60), lambda n: weights * np.log1p(n))
-
-
-def make_few(rng: np.random.Generator) -> Landscape:
-    """Five layers matter, the others hardly."""
-    weights = np.full(32, 0.15)
-    weights[rng.choice(32, 5, replace=False)] = rng.uniform(1.5, 3, size=5)
-    return additive(ExpertBudget(32, 160), lambda n: weights * np.log1p(n))
-
-
-def make_alternating(rng: np.random.Generator) -> Landscape:
-    """Every other layer matters, as where two kinds of attention take turns."""
-    weights = np.where(np.arange(32) % 2 == rng.integers(2), 2.0, 0.4)
-    weights *= np.exp(0.2 * rng.normal(size=32))
-    return additive(ExpertBudget(32, 160), lambda n: weights * np.log1p(n))
-
-
-def make_blocks(rng: np.random.Generator) -> Landscape:
-    """Five blocks of layers with sharp edges; layers may have no experts."""
-    edges = np.sort(rng.choice(np.arange(2, 23), 4, replace=False))
-    heights = np.exp(0.8 * rng.normal(size=5))
-    weights = heights[np.searchsorted(edges, np.arange(24), side="right")]
-    return additive(ExpertBudget(24, 96, 0, 8), lambda n: weights * np.log1p(n))
-
-
-def make_saturating(rng: np.random.Generator) -> Landscape:
-    """Layers that saturate at different numbers of experts."""
-    weights = np.exp(0.4 * smooth(28, rng, 0.2) + 0.3 * rng.normal(size=28))
-    enough = np.exp(1 + 0.5 * rng.normal(size=28))
-    return additive(ExpertBudget(28, 140), lambda n: weights * (1 - np.exp(-n / enough)))
-
-
-def make_mixed(rng: np.random.Generator) -> Landscape:
-    """Smooth and rough weights at once, and returns that diminish more slowly."""
-    weights = np.exp(0.5 * smooth(48, rng, 0.2) + 0.5 * rng.normal(size=48))
-    return additive(ExpertBudget(48, 240, 2, 10), lambda n: weights * np.sqrt(n))
-
-
-def make_inside(rng: np.random.Generator) -> Landscape:
-    """Each layer has a best number of experts, and more harm."""
-    wanted = np.clip(4 + 2 * smooth(40, rng, 0.15), 1, 8)
-    return additive(ExpertBudget(40, 160, 1, 8), lambda n: -((n - wanted) ** 2))
-
-
-def make_thin(rng: np.random.Generator) -> Landscape:
-    """Smooth weights, and a penalty on layers with fewer than three experts."""
-    weights = np.exp(0.6 * smooth(32, rng, 0.2))
-    return additive(
-        ExpertBudget(32, 160),
-        lambda n: weights * np.log1p(n) - 0.5 * np.maximum(3 - n, 0) ** 1.5,
-    )
-
-
-def make_coupled(rng: np.random.Generator) -> Landscape:
-    """Neighbours that help each other."""
-    budget = ExpertBudget(32, 160)
-    weights = np.exp(0.5 * smooth(32, rng, 0.3))
-    coupling = rng.uniform(0.2, 1.2, size=31)
-
-    def value(n: Ints) -> Floats:
-        log = np.log1p(n)
-        pairs = log[:, :-1] * log[:, 1:]
-        gain: Floats = log @ weights + 0.5 * pairs @ coupling
-        return -gain
-
-    return landscape(budget, value, [np.array(budget.uniform(rng).experts) for _ in range(20)])
-
-
-def make_basins(rng: np.random.Generator) -> Landscape:
-    """Two profiles that exclude each other, one of them better."""
-    budget = ExpertBudget(32, 160)
-    depth = np.linspace(0, 1, 32)
-    centres = np.array([rng.uniform(0.1, 0.4), rng.uniform(0.6, 0.9)])
-    weights = 0.3 + 2 * np.exp(-0.5 * ((depth[:, None] - centres) / 0.15) ** 2)  # [L, 2]
-    weights[:, 1] *= rng.choice([0.9, 1.1])
-
-    def value(n: Ints) -> Floats:
-        both: Floats = np.logaddexp(*(2 * np.log1p(n) @ weights).T) / 2
-        return -both
-
-    levels = np.log1p(np.arange(1, 11))
-    starts = [best_additive(-np.outer(w, levels), budget, 1) for w in weights.T]
-    return landscape(budget, value, starts)
-
-
-LANDSCAPES: dict[str, Callable[[np.random.Generator], Landscape]] = {
-    "smooth": make_smooth,
-    "rough": make_rough,
-    "few": make_few,
-    "alternating": make_alternating,
-    "blocks": make_blocks,
-    "saturating": make_saturating,
-    "mixed": make_mixed,
-    "inside": make_inside,
-    "thin": make_thin,
-    "coupled": make_coupled,
-    "basins": make_basins,
-    "shallow": make_shallow,
-    "deep": make_deep,
-}
+PRIORS = ("good prior", "bad prior")
 
 
 def search(
-    problem: Landscape, sampler: str, seed: int, trials: Sequence[int], batch: int
-) -> tuple[list[float], list[float]]:
-    """Run one search.
+    problem: Landscape, column: str, seed: int, trials: Sequence[int], parallel: int
+) -> list[float]:
+    """Run one search by a sampler, or by `budget` with a prior, and give the incumbents' regrets.
 
     Returns:
-        The incumbent's regret after each number of trials, and the seconds of each proposal.
+        The incumbent's regret after each number of trials.
     """
     rng = np.random.default_rng([2, seed])
-    study = optuna.create_study(sampler=make_sampler(sampler, problem.budget, seed))
-    for allocation in named_allocations(problem.budget):
+    priors = _priors(problem, column, seed)
+    sampler = "budget" if priors else column
+    study = optuna.create_study(sampler=make_sampler(sampler, problem.budget, seed, priors))
+    for allocation in [*named_allocations(problem.budget), *priors]:
         study.enqueue_trial(to_params(allocation))
     space = dict(distributions(problem.budget))
     regrets: list[float] = []
-    seconds: list[float] = []
-    while len(seconds) < max(trials):
-        running = []
-        for _ in range(min(batch, max(trials) - len(seconds))):
-            start = time.perf_counter()
-            running.append(study.ask(space))  # type: ignore[arg-type]
-            seconds.append(time.perf_counter() - start)
+    asked = 0
+    while asked < max(trials):
+        size = min(parallel, max(trials) - asked)
+        running = [study.ask(space) for _ in range(size)]  # type: ignore[arg-type]
+        asked += size
         for trial in running:
-            truth = _truth(problem, trial.params)
+            truth = _truth(problem, from_params(trial.params))
             study.tell(trial, truth + NOISE * problem.gap * rng.normal())
             if trial.number + 1 in trials:
-                lost = _truth(problem, to_params(_incumbent(study, problem, sampler)))
+                lost = _truth(problem, _incumbent(study, problem, sampler))
                 regrets.append((lost - problem.best) / problem.gap)
-    return regrets, seconds
+    return regrets
 
 
-def _truth(problem: Landscape, params: dict[str, int]) -> float:
-    return float(problem.value(np.array([from_params(params).experts]))[0])
+def time_proposals(layers: int, trials: int) -> tuple[float, float]:
+    """Measure the slowest of six proposals after a number of finished trials.
+
+    Returns:
+        Seconds of wall clock, and of processor time, which other programs' load does not stretch.
+    """
+    budget = ExpertBudget(layers, 5 * layers)
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=layers)
+    study = optuna.create_study(sampler=make_sampler("budget", budget, 0))
+    space = dict(distributions(budget))
+    for _ in range(trials):
+        allocation = budget.uniform(rng)
+        value = float(weights @ np.log1p(allocation.experts)) + rng.normal()
+        params = to_params(allocation)
+        study.add_trial(optuna.create_trial(params=params, distributions=space, value=value))
+    seconds = []
+    for _ in range(6):  # an attempt is among them
+        wall, processor = time.perf_counter(), time.process_time()
+        study.ask(space)
+        seconds.append((time.perf_counter() - wall, time.process_time() - processor))
+    return max(wall for wall, _ in seconds), max(processor for _, processor in seconds)
+
+
+def _priors(problem: Landscape, column: str, seed: int) -> list[Allocation]:
+    if column not in PRIORS:
+        return []
+    noise = np.random.default_rng([3, seed]).normal(size=len(problem.optimum))
+    good = problem.budget.project(problem.optimum * np.exp(0.4 * noise))
+    return [good if column == "good prior" else Allocation(good.experts[::-1])]
+
+
+def _truth(problem: Landscape, allocation: Allocation) -> float:
+    return float(problem.value(np.array([allocation.experts]))[0])
 
 
 def _incumbent(study: optuna.Study, problem: Landscape, sampler: str) -> Allocation:
@@ -251,31 +114,42 @@ def main() -> None:
     parser.add_argument("--landscapes", nargs="+", default=list(LANDSCAPES), choices=LANDSCAPES)
     parser.add_argument("--seeds", type=int, default=2, help="searches per landscape")
     parser.add_argument("--trials", nargs="+", type=int, default=[30, 60, 100])
-    parser.add_argument("--batch", type=int, default=1, help="trials that run at a time")
+    parser.add_argument("--parallel", type=int, default=1, help="trials that run at a time")
+    parser.add_argument("--priors", action="store_true", help="add searches with priors")
+    parser.add_argument("--time", action="store_true", help="measure proposals instead")
     args = parser.parse_args()
     if unknown := set(args.samplers) - set(SAMPLERS):
         parser.error(f"unknown samplers {sorted(unknown)}; expected some of {', '.join(SAMPLERS)}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    trials = sorted(args.trials)
-    width = 6 * len(trials)
-    print("regret after", *trials, "trials;", args.seeds, "searches each; batch", args.batch)
-    print(f"{'':12}", *(f"{s:>{width}}" for s in args.samplers))
-    totals: dict[str, list[Floats]] = {s: [] for s in args.samplers}
-    slowest = dict.fromkeys(args.samplers, 0.0)
-    for name in args.landscapes:
-        for sampler in args.samplers:
-            runs = []
-            for seed in range(args.seeds):
-                kind = list(LANDSCAPES).index(name)
-                problem = LANDSCAPES[name](np.random.default_rng([1, kind, seed]))
-                regrets, seconds = search(problem, sampler, seed, trials, args.batch)
-                runs.append(regrets)
-                slowest[sampler] = max(slowest[sampler], max(seconds))
-            totals[sampler].append(np.mean(runs, axis=0))
-        print(f"{name:12}", *(_cells(totals[s][-1]) for s in args.samplers), flush=True)
-    print(f"{'mean':12}", *(_cells(np.mean(totals[s], axis=0)) for s in args.samplers))
-    print(f"{'worst':12}", *(_cells(np.max(totals[s], axis=0)) for s in args.samplers))
-    print("slowest proposal:", *(f"{s} {t:.2f} s" for s, t in slowest.items()))
+    if args.time:
+        for layers in (32, 126):
+            for trials in (30, 100, 1000):
+                wall, processor = time_proposals(layers, trials)
+                print(f"{layers:4} layers {trials:5} trials {wall:6.2f} s, {processor:.2f} s CPU")
+        return
+    columns = [*args.samplers, *(PRIORS if args.priors else ())]
+    _print_table(columns, args.landscapes, args.seeds, sorted(args.trials), args.parallel)
+
+
+def _print_table(
+    columns: Sequence[str],
+    names: Sequence[str],
+    seeds: int,
+    trials: Sequence[int],
+    parallel: int,
+) -> None:
+    print(f"regret after {trials} trials, {parallel} at a time; mean of {seeds} searches")
+    print(f"{'':12}", *(f"{c:>{6 * len(trials)}}" for c in columns))
+    totals: dict[str, list[Floats]] = {c: [] for c in columns}
+    for name in names:
+        kind = list(LANDSCAPES).index(name)
+        problems = [LANDSCAPES[name](np.random.default_rng([1, kind, s])) for s in range(seeds)]
+        for column in columns:
+            runs = [search(p, column, seed, trials, parallel) for seed, p in enumerate(problems)]
+            totals[column].append(np.mean(runs, axis=0))
+        print(f"{name:12}", *(_cells(totals[c][-1]) for c in columns), flush=True)
+    print(f"{'mean':12}", *(_cells(np.mean(totals[c], axis=0)) for c in columns))
+    print(f"{'worst':12}", *(_cells(np.max(totals[c], axis=0)) for c in columns))
 
 
 def _cells(regrets: Floats) -> str:

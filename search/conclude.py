@@ -27,7 +27,12 @@ def fresh_seeds(spec: StudySpec, count: int) -> tuple[int, ...]:
     return tuple(spec.seed + k for k in range(1, count + 1))
 
 
-def candidates(records: Sequence[TrialRecord], spec: StudySpec, finalists: int) -> list[Allocation]:
+def candidates(
+    records: Sequence[TrialRecord],
+    spec: StudySpec,
+    finalists: int,
+    estimates: Mapping[Allocation, float],
+) -> list[Allocation]:
     """Choose the allocations to run again: the best finished ones, the named ones and the priors.
 
     Args:
@@ -35,6 +40,8 @@ def candidates(records: Sequence[TrialRecord], spec: StudySpec, finalists: int) 
         spec: what the study is about.
         finalists: how many of the best are chosen; named ones and priors among them do not come
             on top.
+        estimates: objectives with the noise taken out, by which the best are chosen, so that the
+            luckiest draw is not; what is missing counts as measured.
 
     Returns:
         Distinct allocations that finished at the study's own seed; uniform first, so that it is
@@ -45,7 +52,7 @@ def candidates(records: Sequence[TrialRecord], spec: StudySpec, finalists: int) 
         for allocation, seeds in measured(records).items()
         if spec.seed in seeds
     }
-    ranked = sorted(own, key=lambda allocation: (own[allocation], allocation))
+    ranked = sorted(own, key=lambda a: (estimates.get(a, own[a]), a))
     baselines = [a for a in (*named_allocations(spec.budget), *_priors(records)) if a in own]
     return list(dict.fromkeys([*baselines, *ranked[:finalists]]))
 

@@ -22,7 +22,7 @@ from search.pool import Failed, Job, Pool, PoolError
 from search.priors.given import Prior
 from search.priors.named import named, named_allocations
 from search.race import BLOCKS, still_racing
-from search.sampler import BudgetExhausted
+from search.sampler import BudgetExhausted, posterior_means
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from studies import encoding, store
 from studies.records import PRIOR
@@ -321,7 +321,9 @@ class Driver:
         Seed by seed, so that an interrupted confirmation has complete blocks to compare, and who is
         clearly behind after some of them does not run on the rest (`search.race`).
         """
-        field = candidates(store.records(self.study), self.spec, self.rules.finalists)
+        records = store.records(self.study)
+        estimates = posterior_means(self.study, self.spec.budget)
+        field = candidates(records, self.spec, self.rules.finalists, estimates)
         seeds = fresh_seeds(self.spec, self.rules.confirm_seeds)
         uniform = named("5555", self.spec.budget)
         raced = len(field)

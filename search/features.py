@@ -5,11 +5,12 @@ Notation: N allocations, L layers, V levels (numbers of experts), R curves besid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mola.allocation import ExpertBudget
+from mola.allocation import Allocation, ExpertBudget
 from search.moves import Floats, Ints
 
 _CURVES = 6
@@ -27,9 +28,15 @@ class Features:
 
 
 class FeatureMap:
-    """Turns allocations of a budget into features, and features into prior covariances."""
+    """Turns allocations of a budget into features, and features into prior covariances.
 
-    def __init__(self, budget: ExpertBudget) -> None:
+    Args:
+        budget: the allowed allocations.
+        priors: allocations believed good: that layers deserve weights in proportion to what they
+            have there is a direction of its own, which the data may follow, ignore or reverse.
+    """
+
+    def __init__(self, budget: ExpertBudget, priors: Sequence[Allocation] = ()) -> None:
         self.first = min(budget.lows)
         self.basis = _value_basis(self.first, max(budget.highs), budget.total / budget.num_layers)
         layers = budget.num_layers
@@ -40,6 +47,7 @@ class FeatureMap:
             "long": _bell(depth, depth, 0.3),
             "short": _bell(depth, depth, 0.08),
             "none": np.eye(layers),
+            "priors": _directions(priors, layers),
             "every other": np.outer(sign, sign) * _bell(depth, depth, 0.6),
         }
         centres = np.linspace(0.0, 1.0, max(1, min(8, layers // 3)))
@@ -71,8 +79,12 @@ class FeatureMap:
             return a.log @ ties @ b.log.T
         if feature == "pairs":
             return a.pairs @ ties[:-1, :-1] @ b.pairs.T
-        curves = [x @ ties @ y.T for x, y in zip(a.curves, b.curves, strict=True)]
-        return sum(curves, np.zeros((len(a.log), len(b.log))))
+        tied, width = a.curves @ ties, len(a.curves) * self.layers
+        x = tied.transpose(1, 0, 2).reshape(
+            len(a.log), width
+        )  # curves side by side: one product for all
+        y = b.curves.transpose(1, 0, 2).reshape(len(b.log), width)
+        return x @ y.T
 
     def profile(self, tie: str, a: Features, b: Features) -> Floats:
         """Compute a bell-shaped covariance of the distance between profiles."""
@@ -100,6 +112,17 @@ def _value_basis(low: int, high: int, mean: float) -> Floats:
     leading = np.argsort(sizes)[::-1][: min(_CURVES, len(log) - 2)]
     curves = curves[:, leading] * np.sqrt(np.maximum(sizes[leading], 0.0))
     return np.concatenate([log[:, None], curves], axis=1)
+
+
+def _directions(priors: Sequence[Allocation], layers: int) -> Floats:
+    """Tie weights as allocations believed good do: w ~ theta q, q their deviations, scaled to 1."""
+    total = np.zeros((layers, layers))
+    for prior in priors:
+        deviations = np.array(prior.experts) - prior.total / layers
+        if deviations.any():
+            q = deviations / deviations.std()
+            total += np.outer(q, q)
+    return total
 
 
 def _bell(a: Floats, b: Floats, scale: float) -> Floats:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation, ExpertBudget
 from search.moves import Floats, Ints
-from search.surrogate import Observations
+from search.observations import Observations
 from studies.encoding import distributions, from_params
 
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
@@ -33,12 +33,14 @@ class History:
         measured: the allocation of each observation.
         pending: allocations of running and waiting trials.
         taken: every allocation that was ever tried, failed ones included, or waits.
+        failed: allocations that failed and never finished, [F, L].
     """
 
     observations: Observations
     measured: tuple[Allocation, ...]
     pending: tuple[Allocation, ...]
     taken: frozenset[Allocation]
+    failed: Ints
 
 
 def all_trials(study: Study) -> list[FrozenTrial]:
@@ -84,7 +86,7 @@ def read_history(
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
     full: list[tuple[FrozenTrial, Allocation]] = []
     cut: list[tuple[FrozenTrial, Allocation]] = []
-    pending, taken = [], set()
+    pending, taken, failed = [], set(), set()
     for trial in trials:
         allocation = allocation_of(trial, budget)
         if allocation is None:
@@ -96,6 +98,8 @@ def read_history(
             cut.append((trial, allocation))
         elif not trial.state.is_finished():
             pending.append(allocation)
+        else:
+            failed.add(allocation)
     measured = [(t, a, sign * t.values[0], 0.0) for t, a in full]
     for trial, allocation in cut:
         guess = _predict(trial, [t for t, _ in full], sign)
@@ -113,6 +117,7 @@ def read_history(
         measured=tuple(a for _, a, _, _ in measured),
         pending=tuple(pending),
         taken=frozenset(taken),
+        failed=_counts(sorted(failed - {a for _, a in full + cut}), budget),
     )
 
 

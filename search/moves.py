@@ -107,28 +107,34 @@ class Space:
 
 
 def best_additive(tables: Floats, budget: ExpertBudget, first: int) -> Ints:
-    """Minimise a sum of one table per layer over a budget, exactly, by dynamic programming.
+    """Minimise sums of one table per layer over a budget, exactly, by dynamic programming.
 
     Args:
-        tables: [L, V], the value of layer l with first + v experts.
+        tables: [..., L, V], the value of layer l with first + v experts.
         budget: the allowed allocations.
         first: number of experts that column 0 stands for.
+
+    Returns:
+        [..., L] experts per layer.
     """
+    outer = tables.shape[:-2]
     rest = budget.total - sum(budget.lows)
-    value = np.full(rest + 1, np.inf)  # of placing 0..rest experts in the layers so far
-    value[0] = 0.0
-    choices = np.zeros((budget.num_layers, rest + 1), dtype=np.int64)
+    value = np.full((*outer, rest + 1), np.inf)  # of placing 0..rest experts in the layers so far
+    value[..., 0] = 0.0
+    choices = np.zeros((budget.num_layers, *outer, rest + 1), dtype=np.int64)
     for layer, (low, high) in enumerate(zip(budget.lows, budget.highs, strict=True)):
-        best = value + tables[layer, low - first]
+        costs = tables[..., layer, low - first : high - first + 1]
+        best = value + costs[..., :1]
         for extra in range(1, min(high - low, rest) + 1):
-            moved = value[: rest + 1 - extra] + tables[layer, low - first + extra]
-            better = moved < best[extra:]
-            best[extra:][better] = moved[better]
-            choices[layer, extra:][better] = extra
+            moved = value[..., : rest + 1 - extra] + costs[..., extra, None]
+            better = moved < best[..., extra:]
+            best[..., extra:] = np.where(better, moved, best[..., extra:])
+            choices[layer, ..., extra:] = np.where(better, extra, choices[layer, ..., extra:])
         value = best
-    counts = np.array(budget.lows)
+    counts = np.empty((*outer, budget.num_layers), dtype=np.int64)
+    left = np.full((*outer, 1), rest)
     for layer in reversed(range(budget.num_layers)):
-        extra = choices[layer, rest]
-        counts[layer] += extra
-        rest -= extra
+        chosen = np.take_along_axis(choices[layer], left, axis=-1)
+        counts[..., layer] = budget.lows[layer] + chosen[..., 0]
+        left -= chosen
     return counts

@@ -2,8 +2,10 @@
 
 Two kinds of trials take turns. An attempt is the allocation that promises most. A contrast moves
 experts from half of the layers to the other half, boldly or less so; it is seldom good itself, but
-tells about many layers at once. The contrast that is chosen tells most about the moves that could
-still improve the best allocation.
+tells about many layers at once. Which allocations could be the best is known from draws of the
+posterior, each with its own optimum; the contrast that is chosen tells most about what they would
+gain. So boldness follows from the data: where each layer's weight is in doubt the boldest contrasts
+tell most, and where weights are known but not the curve of their returns, less bold ones.
 
 Notation: L layers, M candidates; counts are [L] or [M, L] integers.
 """
@@ -17,46 +19,46 @@ import numpy as np
 from mola.allocation import Allocation, ExpertBudget
 from search.features import FeatureMap
 from search.moves import Floats, Ints, Space, best_additive
-from search.surrogate import Observations, Posterior, fit
+from search.observations import Observations
+from search.surrogate import Posterior, fit
 
 _ENOUGH = 3  # observations before there is a model
-_ATTEMPT_EVERY = 4  # until each layer has had its share of contrasts
+_ATTEMPT_EVERY = 6  # until each layer has had its share of contrasts
 _LATER_ATTEMPT_EVERY = 2
 _SHARE = 2  # trials per layer
 _OPTIMISM = 0.3  # standard deviations taken off an attempt's mean
-_BOLDNESS = (0.15, 0.3, 0.6, 1.2)  # of contrasts, on the scale of log n
+_BOLDNESS = (0.25, 0.5, 1.0)  # of contrasts around the best, on the scale of log n
 _WALSH_ROWS = 48
 _RANDOM_ROWS = 24
-_MOVES = 100  # that a contrast should tell about
-_EXPERTS_MOVED = 2
+_DRAWS = 32  # of the posterior
 
 
 def propose(
-    budget: ExpertBudget,
+    among: ExpertBudget,
+    features: FeatureMap,
     observations: Observations,
     pending: Collection[Allocation],
     taken: Collection[Allocation],
     rng: np.random.Generator,
-    among: ExpertBudget | None = None,
 ) -> Allocation:
     """Choose the next allocation.
 
     Args:
-        budget: what the search is about; the model's scales follow from it.
+        among: choose from these, the budget or a part of it.
+        features: of the budget, whatever part of it `among` is.
         observations: finished trials.
         pending: allocations whose trials are not finished.
         taken: allocations not to be proposed; at least one member of `among` is not in it.
         rng: decides the random part.
-        among: choose from this part of the budget; None means all of it.
     """
-    space = Space(among or budget, taken)
+    space = Space(among, taken)
     if len(observations.values) < _ENOUGH:
         return space.first_free(_opening(space), rng)
     waiting = np.array([a.experts for a in pending], dtype=np.int64)
-    model = fit(FeatureMap(budget), observations, waiting.reshape(-1, budget.num_layers))
+    model = fit(features, observations, waiting.reshape(-1, among.num_layers))
     additive = best_additive(model.tables(), space.budget, model.features.first)
     best = space.descend(model.mean, additive, rng)
-    late = len(taken) >= _SHARE * budget.num_layers
+    late = len(taken) >= _SHARE * among.num_layers
     every = _LATER_ATTEMPT_EVERY if late else _ATTEMPT_EVERY
     if len(taken) % every == every - 1:
         ranked = _attempts(space, model, observations, best, rng)
@@ -93,7 +95,7 @@ def _attempts(
 
 
 def _contrasts(space: Space, model: Posterior, best: Ints, rng: np.random.Generator) -> Ints:
-    """Rank contrasts by what they tell about moves from the best allocation."""
+    """Rank contrasts by what they tell about what the possible optima gain over the best."""
     layers = space.budget.num_layers
     walsh = _walsh(layers)
     if len(walsh) > _WALSH_ROWS:
@@ -102,12 +104,9 @@ def _contrasts(space: Space, model: Posterior, best: Ints, rng: np.random.Genera
     chance = [rng.permutation(half)[None] for _ in range(_RANDOM_ROWS)]
     signs = np.concatenate([walsh, -walsh, *chance])
     wanted = [(best + 0.5) * np.exp(bold * signs) for bold in _BOLDNESS]
-    counts = space.rounded(np.concatenate([_boldest(space, signs), *wanted]))
-    counts = np.unique(counts, axis=0)
-    ends = space.moves(best, rng, experts=_EXPERTS_MOVED, most=_MOVES)
-    if not len(ends):
-        return counts
-    return counts[np.argsort(-model.gain(counts, best, ends), kind="stable")]
+    counts = np.unique(space.rounded(np.concatenate([_boldest(space, signs), *wanted])), axis=0)
+    optima = best_additive(model.samples(_DRAWS, rng), space.budget, model.features.first)
+    return counts[np.argsort(-model.gain(counts, best, optima), kind="stable")]
 
 
 def _boldest(space: Space, signs: Floats) -> Floats:

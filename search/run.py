@@ -229,15 +229,18 @@ def _open(plan: Plan) -> tuple[optuna.Study, str]:
 
 
 def _settle(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
-    """Measure the priors that need it, before a worker takes the GPU, and record them."""
+    """Measure the priors that need it, before a worker takes the GPU; tell study and sampler."""
     from search.priors.settle import settle
+    from search.sampler import make_sampler
 
     settings = plan.settings
     gpus = settings.gpus_per_worker
     device = "cpu" if gpus == 0 else "auto" if gpus and gpus > 1 else "any"
-    # PRIORS -> SAMPLER: they come after the study was opened with its sampler, because what was
-    # measured before is read from the study; set `study.sampler` here. The driver enqueues them.
-    return settle(study, plan.spec, plan.data, plan.priors, device=device, quiet=settings.quiet)
+    priors = settle(study, plan.spec, plan.data, plan.priors, device=device, quiet=settings.quiet)
+    if priors:
+        believed = [prior.allocation for prior in priors]
+        study.sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed, believed)
+    return priors
 
 
 def _search(plan: Plan, study: optuna.Study, url: str, priors: tuple[Prior, ...]) -> int:

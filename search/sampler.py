@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import numpy as np
 import optuna
@@ -10,6 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from mola.allocation import Allocation, ExpertBudget
+from search.failures import without_failures
 from search.features import FeatureMap
 from search.history import History, all_trials, read_history
 from search.joint import BudgetExhausted, JointSampler, remaining
@@ -37,12 +39,33 @@ class BudgetSampler(JointSampler):
     returns, depth, interactions, noise and seeds, each to the degree that the study's trials show
     (search/surrogate.py, search/proposal.py). Pruned trials count by what their last rung predicts,
     running and waiting ones as results that will come. Trials that share an allocation but not the
-    user attribute `seed` are repeated measurements.
+    user attribute `seed` are repeated measurements. Numbers of experts from which on trials fail
+    are left alone (search/failures.py).
 
     Args:
         budget: the allowed allocations.
         seed: of the random part of proposals; None draws one.
+        priors: allocations believed good. They suggest which layers matter, for as long as the
+            trials agree; to have them tried, enqueue them.
+
+    Raises:
+        ValueError: a prior has another number of layers than the budget.
     """
+
+    def __init__(
+        self,
+        budget: ExpertBudget,
+        *,
+        seed: int | None = None,
+        priors: Sequence[Allocation] = (),
+    ) -> None:
+        super().__init__(budget, seed=seed)
+        for prior in priors:
+            if prior.num_layers != budget.num_layers:
+                raise ValueError(
+                    f"the prior {prior} has {prior.num_layers} layers, expected {budget.num_layers}"
+                )
+        self._features = FeatureMap(budget, priors)
 
     def propose(
         self,
@@ -53,9 +76,12 @@ class BudgetSampler(JointSampler):
         rng: np.random.Generator,
     ) -> Allocation:
         """Propose by the model."""
-        return propose(
-            self.budget, history.observations, history.pending, history.taken, rng, among
-        )
+        observations = history.observations
+        works = without_failures(among, history.failed, observations.counts)
+        if sum(allocation in works for allocation in history.taken) >= works.size():
+            works = among
+        waiting, taken = history.pending, history.taken
+        return propose(works, self._features, observations, waiting, taken, rng)
 
 
 def posterior_means(study: Study, budget: ExpertBudget) -> dict[Allocation, float]:
@@ -74,7 +100,9 @@ def posterior_means(study: Study, budget: ExpertBudget) -> dict[Allocation, floa
     return {a: float(mean) for a, mean in zip(history.measured, means, strict=True)}
 
 
-def make_sampler(name: str, budget: ExpertBudget, seed: int | None) -> JointSampler:
+def make_sampler(
+    name: str, budget: ExpertBudget, seed: int | None, priors: Sequence[Allocation] = ()
+) -> JointSampler:
     """Make a sampler by its name on the command line.
 
     Args:
@@ -82,12 +110,13 @@ def make_sampler(name: str, budget: ExpertBudget, seed: int | None) -> JointSamp
             `random`, uniform over the budget.
         budget: the allowed allocations.
         seed: of the sampler; None draws one.
+        priors: allocations believed good, for `budget`; the others do not take any.
 
     Raises:
         ValueError: the name is unknown, or the sampler needs a package that is not installed.
     """
     if name == "budget":
-        return BudgetSampler(budget, seed=seed)
+        return BudgetSampler(budget, seed=seed, priors=priors)
     if name == "random":
         return UniformSampler(budget, seed=seed)
     if name not in SAMPLERS:

@@ -3,7 +3,8 @@
 The objective is modelled as a sum of parts, each a Gaussian process whose variance the data decide:
 
 - every layer's own diminishing return w_l log(1 + n_l), with weights w that depth ties together
-  not at all, over short or long ranges, or between every other layer;
+  not at all, over short or long ranges, or between every other layer, and that allocations believed
+  good may suggest;
 - any other curve of the number of experts, alike in all layers or not (a penalty on thin layers);
 - products of neighbouring layers; and a smooth function of the profile as a whole (two basins);
 - a level per group of trials that share a seed, and noise.
@@ -13,60 +14,12 @@ Notation: N observations, M allocations asked about, L layers, V levels (numbers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from search.evidence import JITTER, Variances, learn
 from search.features import FeatureMap, Features
 from search.moves import Floats, Ints
-
-_LEVEL_VARIANCE = 4.0  # of a group's level, in units of the values' variance: nearly free
-_JITTER = 1e-6
-_FIT_ON = 256  # observations that the variances are fitted to
-_STEPS = 40
-
-# (feature, how depth ties it, prior median of its variance in units of the values' variance)
-_PARTS = (
-    ("log", "all", 0.3),
-    ("log", "long", 1.0),
-    ("log", "short", 0.5),
-    ("log", "none", 0.7),
-    ("log", "every other", 0.2),
-    ("curves", "all", 0.2),
-    ("curves", "long", 0.1),
-    ("curves", "none", 0.1),
-    ("pairs", "all", 0.1),
-    ("pairs", "none", 0.05),
-    ("profile", "coarse", 0.15),
-    ("profile", "fine", 0.05),
-)
-_NOISE = 0.05
-_NOISE_SPREAD = 3.0
-_SPREAD = 1.5  # prior standard deviation of the logarithm of a variance
-
-
-@dataclass(frozen=True)
-class Observations:
-    """What has been measured; lower values are better.
-
-    Attributes:
-        counts: [N, L] experts per layer.
-        values: [N] finite objective values.
-        variances: [N] known extra noise of each value, 0 for a full measurement.
-        groups: [N] equal for trials with a common seed, whose values share a level; 0 is the group
-            at whose level the model answers.
-    """
-
-    counts: Ints
-    values: Floats
-    variances: Floats
-    groups: Ints
-
-    def take(self, rows: Ints) -> Observations:
-        """Select observations."""
-        return Observations(
-            self.counts[rows], self.values[rows], self.variances[rows], self.groups[rows]
-        )
+from search.observations import LEVEL_VARIANCE, Observations
 
 
 class Posterior:
@@ -79,49 +32,37 @@ class Posterior:
         self,
         features: FeatureMap,
         observations: Observations,
-        variances: Floats,
+        variances: Variances,
         pending: Ints | None = None,
     ) -> None:
         self.features = features
         self.offset = float(observations.values.mean())
-        self.scale = _scale(observations.values)
-        self._ties = {
-            feature: sum(
-                (
-                    v * features.depth[tie] * (2.0 / features.layers)
-                    for v, (f, tie, _) in zip(variances[:-1], _PARTS, strict=True)
-                    if f == feature
-                ),
-                np.zeros((features.layers, features.layers)),
-            )
-            for feature in ("log", "curves", "pairs")
-        }
-        self._profile = {
-            tie: float(v)
-            for v, (f, tie, _) in zip(variances[:-1], _PARTS, strict=True)
-            if f == "profile"
-        }
-        self.noise = float(variances[-1])
+        self.scale = observations.scale
+        self.noise = variances.noise
+        self._ties = {f: variances.ties(features, f) for f in ("log", "curves", "pairs")}
+        self._profile = {tie: variances.profile(tie) for tie in ("coarse", "fine")}
         self._seen = features(observations.counts)
-        self._same = _LEVEL_VARIANCE * (observations.groups == 0)
-        gram = self._prior(self._seen, self._seen) + _levels(observations.groups)
-        gram[np.diag_indices_from(gram)] += (
-            self.noise + _JITTER + observations.variances / self.scale**2
-        )
+        self._same = LEVEL_VARIANCE * (observations.groups == 0)
+        rest = self._interactions(self._seen, self._seen) + observations.levels()
+        rest += np.diag(self.noise + JITTER + observations.variances / self.scale**2)
+        self._rest = rest
+        gram = rest + self._additive(self._seen, self._seen)
         self._root = np.linalg.inv(np.linalg.cholesky(gram))  # [N, N], gram^-1 = root^T root
-        standard = (observations.values - self.offset) / self.scale
-        self._alpha = self._root.T @ (self._root @ standard)
+        self._alpha = self._root.T @ (self._root @ observations.standard)
+        shares = [self._ties["log"] @ self._seen.log.T @ self._alpha]
+        shares += [self._ties["curves"] @ curve.T @ self._alpha for curve in self._seen.curves]
+        self._tables: Floats = np.stack(shares, axis=1) @ features.basis.T  # [L, V]
         self._pending: tuple[Features, Floats] | None = None
         if pending is not None and len(pending):
             waiting = features(pending)
             half = self._half(waiting)
-            cov = self._prior(waiting, waiting) + _LEVEL_VARIANCE - half.T @ half
-            cov[np.diag_indices_from(cov)] += self.noise + _JITTER
+            cov = self._prior(waiting, waiting) + LEVEL_VARIANCE - half.T @ half
+            cov[np.diag_indices_from(cov)] += self.noise + JITTER
             self._pending = waiting, np.linalg.inv(np.linalg.cholesky(cov))
 
     def mean(self, counts: Ints) -> Floats:
         """Give the posterior mean [N] of the objective at counts [N, L]."""
-        return self.offset + self.scale * self._standard_mean(self.features(counts))
+        return self._mean(counts, self.features(counts))
 
     def mean_and_deviation(self, counts: Ints) -> tuple[Floats, Floats]:
         """Give the posterior mean and standard deviation [N], without noise.
@@ -130,13 +71,12 @@ class Posterior:
         """
         at = self.features(counts)
         half = self._half(at)
-        variance = self._prior_variance(at) + _LEVEL_VARIANCE - (half * half).sum(axis=0)
+        variance = self._prior_variance(at) + LEVEL_VARIANCE - (half * half).sum(axis=0)
         if self._pending is not None:
             waiting, root = self._pending
-            cross = self._prior(waiting, at) + _LEVEL_VARIANCE - self._half(waiting).T @ half
+            cross = self._prior(waiting, at) + LEVEL_VARIANCE - self._half(waiting).T @ half
             variance -= ((root @ cross) ** 2).sum(axis=0)
-        mean = self.offset + self.scale * self._standard_mean(at)
-        return mean, self.scale * np.sqrt(np.maximum(variance, 0.0))
+        return self._mean(counts, at), self.scale * np.sqrt(np.maximum(variance, 0.0))
 
     def gain(self, counts: Ints, base: Ints, moves: Ints) -> Floats:
         """Say how much a trial would tell about moves from a base, [M].
@@ -154,13 +94,13 @@ class Posterior:
         ends = self.features(np.concatenate([base[None], moves]))
         half, half_ends = self._half(at), self._half(ends)
         cov = self._prior(ends, at) - half_ends.T @ half
-        variance = self._prior_variance(at) + _LEVEL_VARIANCE - (half * half).sum(axis=0)
+        variance = self._prior_variance(at) + LEVEL_VARIANCE - (half * half).sum(axis=0)
         if self._pending is not None:
             waiting, root = self._pending
             explained = self._half(waiting)
-            cross = root @ (self._prior(waiting, at) + _LEVEL_VARIANCE - explained.T @ half)
+            cross = root @ (self._prior(waiting, at) + LEVEL_VARIANCE - explained.T @ half)
             ends_cross = root @ (
-                self._prior(waiting, ends) + _LEVEL_VARIANCE - explained.T @ half_ends
+                self._prior(waiting, ends) + LEVEL_VARIANCE - explained.T @ half_ends
             )
             cov -= ends_cross.T @ cross
             variance -= (cross * cross).sum(axis=0)
@@ -170,13 +110,33 @@ class Posterior:
 
     def tables(self) -> Floats:
         """Give the posterior mean of each layer's own share, [L, V], up to a constant."""
-        seen = self._seen
-        shares = [self._ties["log"] @ seen.log.T @ self._alpha]
-        shares += [self._ties["curves"] @ curve.T @ self._alpha for curve in seen.curves]
-        return self.scale * np.stack(shares, axis=1) @ self.features.basis.T
+        return self.scale * self._tables
 
-    def _standard_mean(self, at: Features) -> Floats:
-        mean: Floats = (self._prior(at, self._seen) + self._same) @ self._alpha
+    def samples(self, count: int, rng: np.random.Generator) -> Floats:
+        """Draw each layer's own share from the posterior, [S, L, V], up to a constant.
+
+        A draw from the prior, corrected by what the data say about its errors there.
+        Source: Matheron's rule, arXiv 2002.09309, eq. 5.
+        """
+        seen, ties, layers = self._seen, self._ties, self.features.layers
+        roots = {f: _root_of(ties[f]) for f in ("log", "curves")}
+        log = rng.normal(size=(count, layers)) @ roots["log"].T  # [S, L]
+        curves = rng.normal(size=(len(seen.curves), count, layers)) @ roots["curves"].T
+        drawn = log @ seen.log.T + (curves @ seen.curves.transpose(0, 2, 1)).sum(axis=0)  # [S, N]
+        drawn += rng.normal(size=drawn.shape) @ np.linalg.cholesky(self._rest).T
+        alpha = self._alpha - drawn @ self._root.T @ self._root
+        shares = [log + alpha @ seen.log @ ties["log"]]
+        shares += [
+            own + alpha @ curve @ ties["curves"]
+            for own, curve in zip(curves, seen.curves, strict=True)
+        ]
+        tables: Floats = self.scale * np.stack(shares, axis=2) @ self.features.basis.T
+        return tables
+
+    def _mean(self, counts: Ints, at: Features) -> Floats:
+        own = self._tables[np.arange(self.features.layers), counts - self.features.first]
+        rest = (self._interactions(at, self._seen) + self._same) @ self._alpha
+        mean: Floats = self.offset + self.scale * (own.sum(axis=1) + rest)
         return mean
 
     def _half(self, at: Features) -> Floats:
@@ -185,12 +145,16 @@ class Posterior:
         return half
 
     def _prior(self, a: Features, b: Features) -> Floats:
-        total = sum(
-            (v * self.features.profile(tie, a, b) for tie, v in self._profile.items()),
-            np.zeros((len(a.log), len(b.log))),
-        )
-        for feature, ties in self._ties.items():
-            total += self.features.linear(feature, ties, a, b)
+        return self._additive(a, b) + self._interactions(a, b)
+
+    def _additive(self, a: Features, b: Features) -> Floats:
+        linear = self.features.linear
+        return linear("log", self._ties["log"], a, b) + linear("curves", self._ties["curves"], a, b)
+
+    def _interactions(self, a: Features, b: Features) -> Floats:
+        total = self.features.linear("pairs", self._ties["pairs"], a, b)
+        for tie, variance in self._profile.items():
+            total += variance * self.features.profile(tie, a, b)
         return total
 
     def _prior_variance(self, at: Features) -> Floats:
@@ -204,67 +168,17 @@ class Posterior:
 
 
 def fit(features: FeatureMap, observations: Observations, pending: Ints | None = None) -> Posterior:
-    """Fit the variances of the parts and condition on all observations.
+    """Learn the variances of the parts and condition on all observations.
 
     Args:
         features: of the budget that is searched.
         observations: at least one.
         pending: [P, L] allocations whose results are on their way.
     """
-    chosen = observations.take(_spread(observations.values, _FIT_ON))
-    return Posterior(features, observations, _variances(features, chosen), pending)
+    return Posterior(features, observations, learn(features, observations), pending)
 
 
-def _variances(features: FeatureMap, observations: Observations) -> Floats:
-    """Maximise the posterior of the parts' variances and the noise, last, by gradient ascent.
-
-    Source: gradient of the log marginal likelihood, Rasmussen and Williams, Gaussian Processes for
-    Machine Learning, eq. 5.9; steps as in Adam (arXiv 1412.6980).
-    """
-    count = len(observations.values)
-    at = features(observations.counts)
-    grams = np.stack(
-        [features.part(f, tie, at, at) for f, tie, _ in _PARTS] + [np.eye(count)]
-    )  # [P, N, N]
-    flat = grams.reshape(len(grams), -1)
-    scale = _scale(observations.values)
-    standard = (observations.values - observations.values.mean()) / scale
-    fixed = _levels(observations.groups)
-    fixed[np.diag_indices(count)] += _JITTER + observations.variances / scale**2
-    prior = np.log([median for *_, median in _PARTS] + [_NOISE])
-    spread = np.full(len(prior), _SPREAD)
-    spread[-1] = _NOISE_SPREAD
-    logs, drift, power = prior.copy(), np.zeros(len(prior)), np.zeros(len(prior))
-    for step in range(1, _STEPS + 1):
-        weights = np.exp(logs)
-        inverse = np.linalg.inv((weights @ flat).reshape(count, count) + fixed)
-        alpha = inverse @ standard
-        pull = np.outer(alpha, alpha) - inverse
-        gradient = 0.5 * weights * (flat @ pull.ravel()) - (logs - prior) / spread**2
-        drift = 0.8 * drift + 0.2 * gradient
-        power = 0.9 * power + 0.1 * gradient**2
-        rate = 0.25 if step < 0.6 * _STEPS else 0.08
-        scaled = np.sqrt(power / (1 - 0.9**step)) + 0.1
-        logs = logs + rate * (drift / (1 - 0.8**step)) / scaled
-    fitted: Floats = np.exp(logs)
-    return fitted
-
-
-def _levels(groups: Ints) -> Floats:
-    same: Floats = _LEVEL_VARIANCE * np.asarray(groups[:, None] == groups, dtype=float)
-    return same
-
-
-def _scale(values: Floats) -> float:
-    deviation = float(values.std())
-    return deviation if deviation > 1e-12 * max(1.0, float(np.abs(values).max())) else 1.0
-
-
-def _spread(values: Floats, limit: int) -> Ints:
-    """Choose up to `limit` observations: the better half by value, the rest evenly."""
-    order = np.argsort(values, kind="stable")
-    if len(order) <= limit:
-        return np.sort(order)
-    rest = order[limit // 2 :]
-    evenly = rest[np.linspace(0, len(rest) - 1, limit - limit // 2).astype(int)]
-    return np.sort(np.concatenate([order[: limit // 2], evenly]))
+def _root_of(covariance: Floats) -> Floats:
+    sizes, directions = np.linalg.eigh(covariance)
+    root: Floats = directions * np.sqrt(np.maximum(sizes, 0.0))
+    return root

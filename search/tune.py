@@ -74,7 +74,8 @@ class BudgetSearcher(Searcher):
         max_t: `training_iteration` of a whole trial: that of the scheduler, if it has one. Without
             it, whatever ends a trial from outside prunes it.
         seed: Of the sampler, and of the fine-tunes; that of the study, if `search.run` made it.
-        warm_start: Allocations to begin with, each once; None takes the named shapes.
+        warm_start: Allocations to begin with, each once, and believed to be good; None begins with
+            the named shapes, and believes nothing.
 
     Raises:
         ValueError: The study has another direction or is about another budget, or a warm start is
@@ -109,7 +110,7 @@ class BudgetSearcher(Searcher):
                     f"the study {self._study.study_name!r} is about {spec.budget}, not {budget}"
                 )
             self._seed = spec.seed
-        self._study.sampler = BudgetSampler(budget, seed=self._seed)
+        self._study.sampler = BudgetSampler(budget, seed=self._seed, priors=warm_start or ())
         self._reclaim()
         self._enqueue(tuple(named_allocations(budget)) if warm_start is None else warm_start)
 

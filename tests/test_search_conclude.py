@@ -70,15 +70,20 @@ def conclusion(values: Mapping[Allocation, Sequence[float | None]]) -> dict[str,
 
 def test_the_best_and_the_named_are_run_again_uniform_first() -> None:
     records = trials({FOUND: [1.0], OTHER: [1.1], TRIANGLE: [1.3], UNIFORM: [1.2]})
-    assert candidates(records, SPEC, 1) == [UNIFORM, TRIANGLE, FOUND]
-    assert candidates(records, SPEC, 3) == [UNIFORM, TRIANGLE, FOUND, OTHER]
+    assert candidates(records, SPEC, 1, {}) == [UNIFORM, TRIANGLE, FOUND]
+    assert candidates(records, SPEC, 3, {}) == [UNIFORM, TRIANGLE, FOUND, OTHER]
     assert fresh_seeds(SPEC, 3) == (1, 2, 3)
+
+
+def test_the_best_are_those_of_the_estimates_and_not_the_luckiest() -> None:
+    records = trials({FOUND: [1.0], OTHER: [1.1], UNIFORM: [1.2]})
+    assert candidates(records, SPEC, 1, {FOUND: 1.15, OTHER: 1.05}) == [UNIFORM, OTHER]
 
 
 def test_trials_that_were_pruned_or_failed_are_not_run_again() -> None:
     records = trials({UNIFORM: [1.2]})
     records += trials({FOUND: [0.1]}, "PRUNED") + trials({OTHER: [0.1]}, "FAIL")
-    assert candidates(records, SPEC, 3) == [UNIFORM]
+    assert candidates(records, SPEC, 3, {}) == [UNIFORM]
 
 
 def test_a_clear_winner_is_better_than_uniform() -> None:

@@ -38,6 +38,17 @@ def test_best_additive_is_the_minimum(budget: ExpertBudget, seed: int) -> None:
     assert value(found) == pytest.approx(min(map(value, members(budget))), abs=1e-12)
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_best_additive_of_many_tables_is_that_of_each(budget: ExpertBudget) -> None:
+    first = min(budget.lows)
+    shape = (2, 3, budget.num_layers, max(budget.highs) - first + 1)
+    tables = np.random.default_rng(0).normal(size=shape)
+    found = best_additive(tables, budget, first)
+    assert found.shape == (2, 3, budget.num_layers)
+    for at in np.ndindex(2, 3):
+        assert (found[at] == best_additive(tables[at], budget, first)).all()
+
+
 @settings(deadline=None)
 @given(st.sampled_from(BUDGETS), st.integers(0, 2**32), st.sampled_from([0.1, 3.0, 100.0]))
 def test_rounded_rows_are_members_and_members_stay(

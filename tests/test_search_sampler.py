@@ -255,6 +255,24 @@ def test_a_sampler_built_anew_goes_on_as_before() -> None:
     assert found == expected
 
 
+def test_several_processes_that_ask_of_one_study_propose_different_allocations(
+    tmp_path: Any,
+) -> None:
+    """Each with a sampler and a storage of its own, with the same seed, in turns."""
+    budget = ExpertBudget(8, 32)
+    url = f"sqlite:///{tmp_path}/study.db"
+    optuna.create_study(storage=url, study_name="s")
+    found = []
+    for _ in range(6):
+        for _ in range(2):
+            sampler = BudgetSampler(budget, seed=0)
+            study = optuna.load_study(storage=url, study_name="s", sampler=sampler)
+            trial, allocation = ask(study, budget)
+            found.append(allocation)
+        study.tell(trial, slope(allocation))
+    assert len(set(found)) == 12
+
+
 def test_another_seed_gives_other_proposals() -> None:
     budget = ExpertBudget(12, 60)
     studies = [optuna.create_study(sampler=BudgetSampler(budget, seed=seed)) for seed in (1, 2)]
@@ -359,6 +377,63 @@ def test_equal_values_leave_proposals_possible() -> None:
     for _ in range(12):
         study.tell(ask(study)[0], 1.0)
     assert len(study.trials) == 12
+
+
+def test_a_region_that_fails_is_left_alone() -> None:
+    """As where a worker's memory is exhausted by a layer of eight experts, wherever it is."""
+    budget = ExpertBudget(12, 48, 1, 8)
+    study = optuna.create_study(sampler=BudgetSampler(budget, seed=0))
+    failed = []
+    for _ in range(40):
+        trial, allocation = ask(study, budget)
+        failed.append(max(allocation.experts) >= 8)
+        study.tell(trial, *([None, TrialState.FAIL] if failed[-1] else [slope(allocation)]))
+    assert sum(failed[:10]) >= 3
+    assert sum(failed[10:]) == 0
+
+
+def test_failures_by_chance_do_not_narrow_the_search() -> None:
+    budget = ExpertBudget(12, 48, 1, 8)
+    study = optuna.create_study(sampler=BudgetSampler(budget, seed=0))
+    found = []
+    for i in range(40):
+        trial, allocation = ask(study, budget)
+        study.tell(trial, *([None, TrialState.FAIL] if i % 7 == 6 else [slope(allocation)]))
+        found.append(allocation.experts)
+    assert np.array(found)[-8:].max() == 8
+
+
+def test_a_search_goes_on_in_a_region_that_fails_when_nothing_else_is_left() -> None:
+    budget = ExpertBudget(3, 6, 1, 3)
+    study = optuna.create_study(sampler=BudgetSampler(budget, seed=0))
+    found = []
+    for _ in range(budget.size()):
+        trial, allocation = ask(study, budget)
+        found.append(allocation)
+        bad = max(allocation.experts) == 3
+        study.tell(trial, *([None, TrialState.FAIL] if bad else [slope(allocation)]))
+    assert sorted(found) == [budget.member(rank) for rank in range(budget.size())]
+
+
+def test_priors_turn_the_search_and_must_have_the_budgets_depth() -> None:
+    budget = ExpertBudget(24, 96, 1, 8)
+    weights = np.random.default_rng(0).permutation(np.linspace(0.2, 2, 24))
+    prior = budget.project(4 + 3 * (weights - weights.mean()))
+
+    def regret(priors: list[Allocation]) -> float:
+        study = optuna.create_study(sampler=make_sampler("budget", budget, 0, priors))
+        study.enqueue_trial(to_params(budget.project([4] * 24)))
+        study.enqueue_trial(to_params(prior))
+        values = []
+        for _ in range(18):
+            trial, allocation = ask(study, budget)
+            values.append(-float(weights @ np.log1p(allocation.experts)))
+            study.tell(trial, values[-1])
+        return min(values)
+
+    assert regret([prior]) < regret([])
+    with pytest.raises(ValueError, match="the prior 1x3 has 3 layers, expected 24"):
+        BudgetSampler(budget, priors=[Allocation([1, 1, 1])])
 
 
 def test_a_diverged_trial_does_not_drown_the_others() -> None:
