@@ -11,7 +11,7 @@ import click
 
 from mola.settings import DTYPES
 from search.cli import Command, Whole, one_line, option, positive, rate, user_errors
-from search.retrain_plan import Options, Plan, prepare
+from search.retrain_plan import EPOCHS, Options, Plan, prepare
 from search.signals import StopSignals
 from search.terminal import calm_libraries, warnings_as_lines
 
@@ -88,7 +88,9 @@ FAILED = 1
     help="As for search.run.  [default: as in the file]",
 )
 @option("Data", "--max-length", type=positive, help="As for search.run.  [default: as in the file]")
-@option("Training", "--epochs", type=positive, default=10, help="Passes over the training split.")
+@option(
+    "Training", "--epochs", type=positive, default=EPOCHS, help="Passes over the training split."
+)
 @option("Training", "--batch-size", type=positive, default=128, help="Rows per optimizer step.")
 @option(
     "Training",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 256  # the paper's
 LEARNING_RATE = 3e-4  # the paper's
+EPOCHS = 10  # the paper's
 MICRO_BATCH = 8  # the reference implementation's
 
 

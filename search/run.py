@@ -25,6 +25,7 @@ from search.cli import (
     training_options,
     user_errors,
 )
+from search.command_line import given_options, module_command
 from search.plan import Plan, Settings, prepare, with_demo_defaults
 from search.signals import StopSignals
 from search.terminal import calm_libraries, warnings_as_lines
@@ -181,7 +182,8 @@ def main(ctx: click.Context, /, **options: Any) -> int:
             click.echo(describe(plan))
             return 0
         study, url = _open(plan)
-    return _search(plan, study, url)
+    command = module_command("run", *given_options(ctx.command, vars(plan.settings), given))
+    return _search(plan, study, url, command)
 
 
 def _open(plan: Plan) -> tuple[optuna.Study, str]:
@@ -208,8 +210,14 @@ def _open(plan: Plan) -> tuple[optuna.Study, str]:
     return study, url
 
 
-def _search(plan: Plan, study: optuna.Study, url: str) -> int:
+def _search(plan: Plan, study: optuna.Study, url: str, command: str) -> int:
     """Run the search to its end, and print what it found.
+
+    Args:
+        plan: What is to be done.
+        study: Where it is recorded.
+        url: Of the storage.
+        command: Repeats this run.
 
     Returns:
         The exit status.
@@ -242,7 +250,7 @@ def _search(plan: Plan, study: optuna.Study, url: str) -> int:
                 driver = Driver(
                     study,
                     plan.spec,
-                    lambda: _open_pool(plan, signals),
+                    lambda: _begin(plan, study, command, signals),
                     rules,
                     notify=notify,
                     stop_requested=signals.requested,
@@ -263,6 +271,15 @@ def _search(plan: Plan, study: optuna.Study, url: str) -> int:
             err=True,
         )
     return _finish(plan, study, url, conclusion)
+
+
+def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
+    """Record that this command runs trials, and start the workers."""
+    from studies.provenance import note_run
+
+    validation_rows = len(set(plan.data.validation["row"]))
+    note_run(study, command, len(plan.data.train), validation_rows)
+    return _open_pool(plan, signals)
 
 
 def _open_pool(plan: Plan, signals: StopSignals) -> Pool:
@@ -288,6 +305,7 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
     """Write the files of a finished search, and print its results."""
     from rich.console import Console
 
+    from search.report import write_report
     from search.results import print_results, study_folder
     from studies.export import allocation_document
     from studies.files import write_json_atomic
@@ -299,6 +317,7 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
         click.echo(f"Error: {conclusion['text']}; see {folder / 'trials.csv'}", err=True)
         return STOPPED_BY_FAILURES
     write_json_atomic(folder / "allocation.json", allocation_document(study))
+    write_report(study, plan.settings.root, plan.settings.storage)
     print_results(Console(), conclusion, plan.settings, plan.spec, url)
     return 0
 

@@ -111,6 +111,9 @@ def test_a_search_ends_with_winner_comparison_files_and_commands(run: Run) -> No
         assert text in result.stdout
     assert result.stderr.count("trial ") >= 6
     document = json.loads(Path("runs/mine/allocation.json").read_text())
+    report = Path("runs/mine/report.html").read_text(encoding="utf-8")
+    assert "--budget 12 --trials 6 --steps 4" in report  # the command that ran the trials
+    assert "What an expert is worth" in Path("runs/mine/report.md").read_text(encoding="utf-8")
     assert sum(document["experts_per_layer"]) == 12
     assert (
         Path("runs/mine/trials.csv").read_text().count("\n")
