@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from mola.allocation import Allocation
 from search.findings import Findings
 from search.retrain_plan import EPOCHS
-from studies.records import TrialRecord
+from studies.records import REPLICATE, TrialRecord
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,38 @@ def cost(findings: Findings) -> Cost | None:
     everything = spent.training + spent.evaluation + spent.overhead + spent.cut_short + spent.idle
     rows = steps * train.batch_size
     return Cost(rows, rows / full, full_seconds, everything / full_seconds)
+
+
+def measured(findings: Findings) -> int:
+    """Count the distinct allocations that were measured, pruned ones included."""
+    over = ("COMPLETE", "PRUNED")
+    return len({t.allocation for t in findings.trials if t.state in over and t.label != REPLICATE})
+
+
+def mean_seconds(findings: Findings) -> float | None:
+    """Give the mean wall clock of a trial at full length, None before there is one."""
+    durations = [t.seconds for t in findings.trials if t.state == "COMPLETE" and t.seconds]
+    return sum(durations) / len(durations) if durations else None
+
+
+def seconds_left(findings: Findings, now: datetime) -> float | None:
+    """Estimate the wall clock to the end of a running search; None where it cannot be known.
+
+    Args:
+        findings: The study; its latest run says how far it goes.
+        now: Local time, as in the store.
+    """
+    usual = mean_seconds(findings)
+    running = [t for t in findings.trials if t.state == "RUNNING" and t.began is not None]
+    if usual is None or not running or not findings.runs:
+        return None
+    replicates = [t for t in findings.trials if t.label == REPLICATE]
+    if replicates:
+        trials = sum(t.state in ("WAITING", "RUNNING") for t in replicates)
+    else:
+        trials = findings.runs[-1].goal - measured(findings) + findings.runs[-1].replicates
+    passed = sum((now - t.began).total_seconds() for t in running if t.began is not None)
+    return max(0.0, trials * usual - passed) / len(running)
 
 
 def _steps(trial: TrialRecord, all_steps: int) -> int:

@@ -275,10 +275,18 @@ def _search(plan: Plan, study: optuna.Study, url: str, command: str) -> int:
 
 def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
     """Record that this command runs trials, and start the workers."""
+    from search.plan import most_replicates
     from studies.provenance import note_run
 
-    validation_rows = len(set(plan.data.validation["row"]))
-    note_run(study, command, len(plan.data.train), validation_rows)
+    settings, budget = plan.settings, plan.spec.budget
+    note_run(
+        study,
+        command,
+        train_rows=len(plan.data.train),
+        validation_rows=len(set(plan.data.validation["row"])),
+        goal=min(settings.trials, budget.size()),
+        replicates=most_replicates(settings, budget),
+    )
     return _open_pool(plan, signals)
 
 

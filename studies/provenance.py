@@ -30,6 +30,8 @@ class RunNote:
         machine: The driver's machine: system, processor, cores, memory, GPUs.
         train_rows: Rows of the training split.
         validation_rows: Rows that an evaluation reads.
+        goal: Distinct allocations that it wants measured in all.
+        replicates: Trials of its confirmation, at most.
     """
 
     command: str
@@ -38,9 +40,19 @@ class RunNote:
     machine: dict[str, str]
     train_rows: int
     validation_rows: int
+    goal: int
+    replicates: int
 
 
-def note_run(study: optuna.Study, command: str, train_rows: int, validation_rows: int) -> None:
+def note_run(
+    study: optuna.Study,
+    command: str,
+    *,
+    train_rows: int,
+    validation_rows: int,
+    goal: int,
+    replicates: int,
+) -> None:
     """Add this process to the study's list of runs.
 
     Args:
@@ -48,9 +60,13 @@ def note_run(study: optuna.Study, command: str, train_rows: int, validation_rows
         command: Repeats the run; without passwords.
         train_rows: Rows of the training split.
         validation_rows: Rows that an evaluation reads.
+        goal: Distinct allocations that are to be measured in all.
+        replicates: Trials of the confirmation, at most.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    note = RunNote(command, now, versions(), machine(), train_rows, validation_rows)
+    note = RunNote(
+        command, now, versions(), machine(), train_rows, validation_rows, goal, replicates
+    )
     kept = list(study.user_attrs.get(RUNS_ATTR, []))
     del kept[1 : max(1, len(kept) - MOST_RUNS + 2)]
     study.set_user_attr(RUNS_ATTR, [*kept, asdict(note)])

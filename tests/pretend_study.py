@@ -95,7 +95,8 @@ def searched_study(
 ) -> optuna.Study:
     """A study whose search is over: named and searched allocations, one pruned, one failed."""
     study = empty_study(name, storage)
-    note_run(study, "python -m search.run --budget 18", 100, 20)
+    command = "python -m search.run --budget 18"
+    note_run(study, command, train_rows=100, validation_rows=20, goal=10, replicates=14)
     for allocation, names in named_allocations(SPEC.budget).items():
         run_one(study, allocation, label=f"named {','.join(names)}")
     for allocation in SEARCHED:
