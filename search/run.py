@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import optuna
 
     from search.pool import Pool
+    from search.updates import Update
 
 STOPPED_BY_FAILURES = 1
 SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")  # search.sampler's and search.pruner's lists:
@@ -224,6 +225,7 @@ def _search(plan: Plan, study: optuna.Study, url: str, command: str) -> int:
     """
     from rich.console import Console
 
+    from search.dashboard import Dashboard
     from search.display import Board, display
     from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
     from search.plan import most_replicates
@@ -244,9 +246,15 @@ def _search(plan: Plan, study: optuna.Study, url: str, command: str) -> int:
     rules = Rules(
         settings.trials, settings.finalists, settings.confirm_seeds, settings.max_failures
     )
+    dashboard = Dashboard(study)
     with StopSignals() as signals:
         try:
-            with display(board, Console(stderr=True), quiet=settings.quiet) as notify:
+            with display(board, Console(stderr=True), quiet=settings.quiet) as show:
+
+                def notify(update: Update) -> None:
+                    show(update)
+                    dashboard.apply(update)
+
                 driver = Driver(
                     study,
                     plan.spec,
@@ -313,12 +321,14 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
     """Write the files of a finished search, and print its results."""
     from rich.console import Console
 
+    from search.dashboard import refresh
     from search.report import write_report
     from search.results import print_results, study_folder
     from studies.export import allocation_document
     from studies.files import write_json_atomic
     from studies.store import write_trials_csv
 
+    refresh(study)
     folder = study_folder(plan.settings)
     write_trials_csv(study, folder / "trials.csv")
     if conclusion["winner"] is None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from mola.events import Event, Finished, Rung
 from search.layout import Layout, plan_layout
-from search.pool import Failed, Job, PoolError
+from search.pool import Failed, Job, Memory, PoolError
 from search.proxy import ProxyWorker, Task
 
 if TYPE_CHECKING:
@@ -119,14 +119,14 @@ class RayPool:
             worker.state = _State.STOPPING
             worker.call = worker.actor.stop.remote()
 
-    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed]]:
+    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed | Memory]]:
         """Wait until a call returns, and give the events that came with it."""
         calls = [worker.call for worker in self._workers if worker.call is not None]
         if not calls:
             return []
         self._ray.wait(calls, num_returns=1, timeout=timeout_seconds)
         done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
-        events: list[tuple[int, Event | Failed]] = []
+        events: list[tuple[int, Event | Failed | Memory]] = []
         for worker in list(self._workers):
             if worker.call in done:
                 events += self._receive(worker)
@@ -138,7 +138,7 @@ class RayPool:
             self._ray.kill(worker.actor)
         self._disconnect()
 
-    def _receive(self, worker: _Worker) -> list[tuple[int, Event | Failed]]:
+    def _receive(self, worker: _Worker) -> list[tuple[int, Event | Failed | Memory]]:
         """Take a call's result, move the worker on, and give the events for the driver."""
         call, worker.call = worker.call, None
         job = worker.job
