@@ -132,12 +132,15 @@ def _compared(options: Options, allocation: Allocation) -> dict[str, Allocation]
             name, other = Path(text).stem, read_allocation_file(Path(text))[0]
         else:
             raise ValueError(
-                f"--compare {text}: expected one of {', '.join(NAMES)}, or an allocation file"
+                f"cannot compare with {text}: expected one of {', '.join(NAMES)}, or an allocation "
+                "file"
             )
         if name == options.allocation.stem or found.get(name, other) != other:
-            raise ValueError(f"--compare {text}: another allocation is called {name!r}; rename it")
+            raise ValueError(
+                f"cannot compare with {text}: another allocation is called {name!r}; rename it"
+            )
         if other == allocation or other in [found[n] for n in found if n != name]:
-            warnings.warn(f"--compare {text} is left out: it is no other allocation", stacklevel=2)
+            warnings.warn(f"{text} is not compared: it is no other allocation", stacklevel=2)
             continue
         found[name] = other
     return found
