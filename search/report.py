@@ -31,8 +31,10 @@ def write_report(study: optuna.Study, root: Path, storage: str | None) -> Path:
         OSError: A file cannot be written.
     """
     from mola.allocation import Allocation
+    from search.compare_store import find_comparison, runs_of
     from search.findings import read_findings
     from search.marginal import worth_by_layer
+    from search.report_full import full_runs
     from search.report_html import html_report
     from search.report_markdown import markdown_report
     from search.report_origin import origin
@@ -46,7 +48,11 @@ def write_report(study: optuna.Study, root: Path, storage: str | None) -> Path:
         base = Allocation(winner["experts"])
         worths = worth_by_layer(study, findings.spec.budget, base, findings.resolution or 0.0)
     claims = verdict(findings)
-    parts = [*sections(findings, worths), origin(findings, root, storage)]
+    parts = sections(findings, worths)
+    comparison = find_comparison(study)
+    if comparison is not None and (runs := runs_of(comparison)):
+        parts.insert(1, full_runs(findings, runs))
+    parts.append(origin(findings, root, storage))
     folder = root / findings.name
     write_text_atomic(folder / HTML_FILE, html_report(findings.name, claims, parts))
     write_text_atomic(folder / MARKDOWN_FILE, markdown_report(findings.name, claims, parts))

@@ -111,6 +111,7 @@ def counts(findings: Findings) -> str:
 
 def _listing(studies: list[optuna.Study], now: datetime) -> str:
     """Write a line per study."""
+    from search.compare_store import CONDITIONS_ATTR, runs_of
     from search.findings import read_findings
     from studies.records import SPEC_ATTR
 
@@ -118,6 +119,9 @@ def _listing(studies: list[optuna.Study], now: datetime) -> str:
         return "no studies"
     lines = []
     for study in studies:
+        if CONDITIONS_ATTR in study.user_attrs:
+            lines.append(f"{study.study_name}: {len(runs_of(study))} full fine-tunes are done")
+            continue
         if SPEC_ATTR not in study.user_attrs:
             lines.append(f"{study.study_name}: not made by mola-search")
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,16 +12,18 @@ import optuna
 import pytest
 from click.testing import CliRunner
 from pretend_pool import no_waiting_for_the_disk
-from pretend_study import SPEC, empty_study, run_one, searched_study
+from pretend_study import SPEC, empty_study, objective, run_one, searched_study
 
 from mola.allocation import Allocation
 from search import figures, figures_layers
+from search.compare_store import CONDITIONS_ATTR, record_run
 from search.drawing import VARIABLES
 from search.findings import read_findings
 from search.marginal import worth_by_layer
 from search.priors.named import named
 from search.report import main, write_report
 from search.report_parts import verdict
+from search.retrain_file import Conditions, Run, Scores
 
 __all__ = ["no_waiting_for_the_disk"]
 VOID = {"meta", "path", "use", "rect", "br"}
@@ -230,3 +234,36 @@ def test_a_study_that_is_missing_is_one_line(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: there is no study 'none'")
     assert result.stderr.count("\n") == 1
+
+
+def test_full_fine_tunes_stand_beside_the_short_runs(tmp_path: Path) -> None:
+    study = searched_study()
+    conditions = Conditions(
+        experts=(),
+        seed=10,
+        model=SPEC.model,
+        model_fingerprint="m",
+        data="d",
+        data_fingerprint="d",
+        objective=SPEC.objective,
+        prompt_template=None,
+        max_length=64,
+        adapter=SPEC.adapter,
+        train=SPEC.train,
+        mixed_precision="no",
+        processes=1,
+    )
+    full = optuna.create_study(study_name="mine.full", storage=study._storage)
+    full.set_user_attr(CONDITIONS_ATTR, json.dumps(asdict(conditions)))
+    for name in ("5555", "2468", "8642"):
+        allocation = named(name, SPEC.budget)
+        for seed in (10, 11):
+            scores = Scores(objective(allocation, 0) / 2 + seed / 100, 0.8, 0.01, 20)
+            record_run(full, Run(name, allocation.experts, seed, 10, 60.0, scores, scores))
+    html = write_report(study, tmp_path, None).read_text(encoding="utf-8")
+    section = html[html.index("<h2>Full fine-tunes</h2>") : html.index("<h2>Allocations</h2>")]
+    assert "loss at full length, nats per row" in section
+    assert "rank correlation +1.00 over 3 allocations" in section
+    assert re.search(r"8642</td><td>18</td><td>0\.\d{4} ± 0.0050</td><td>80.0%</td>", section)
+    assert section.index(">8642<") < section.index(">2468<")  # the lowest loss first
+    Page(html)
