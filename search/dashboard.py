@@ -15,7 +15,7 @@ from mola.allocation import Allocation
 from search.findings import read_findings
 from search.marginal import worth_by_layer
 from search.plots import all_plots
-from search.report_parts import verdict
+from search.report_sections import verdict
 from search.updates import Ended, Phase, Update
 from studies.note import study_note
 

@@ -38,7 +38,7 @@ def write_report(study: optuna.Study, root: Path, storage: str | None) -> Path:
     from search.report_html import html_report
     from search.report_markdown import markdown_report
     from search.report_origin import origin
-    from search.report_parts import sections, verdict
+    from search.report_sections import sections, verdict
     from studies.files import write_text_atomic
 
     findings = read_findings(study)

@@ -70,6 +70,7 @@ def commands(settings: Settings, url: str) -> dict[str, str]:
         + (", study.db" if _is_here(url) else ""),
         "Dashboard": shlex.join(["optuna-dashboard", mask(url)]),
         "Export": module_command("export", "--study", name, *where, "--out", "winner.json"),
+        "Compare": module_command("compare", "--study", name, *where, *data, "--with", "5555"),
         "Retrain": module_command(
             "retrain", "--allocation", str(exported), *data, "--out", str(folder / "adapter")
         ),

@@ -22,7 +22,7 @@ from search.findings import read_findings
 from search.marginal import worth_by_layer
 from search.priors.named import named
 from search.report import main, write_report
-from search.report_parts import verdict
+from search.report_sections import verdict
 from search.retrain_file import Conditions, Run, Scores
 
 __all__ = ["no_waiting_for_the_disk"]

@@ -16,6 +16,7 @@ from typing import Any
 import optuna
 import pytest
 from click.testing import CliRunner, Result
+from optuna_dashboard import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 
 import search.pruner
@@ -106,6 +107,7 @@ def test_a_search_ends_with_winner_comparison_files_and_commands(run: Run) -> No
         "2468",
         "optuna-dashboard sqlite:///runs/mine/study.db",
         "python -m search.export --study mine --out",
+        "python -m search.compare --study mine --data",
         "python -m search.retrain --allocation runs/mine/allocation.json",
     ):
         assert text in result.stdout
@@ -113,6 +115,11 @@ def test_a_search_ends_with_winner_comparison_files_and_commands(run: Run) -> No
     document = json.loads(Path("runs/mine/allocation.json").read_text())
     report = Path("runs/mine/report.html").read_text(encoding="utf-8")
     assert "--budget 12 --trials 6 --steps 4" in report  # the command that ran the trials
+    study = optuna.load_study(study_name="mine", storage="sqlite:///runs/mine/study.db")
+    assert "over 3 seeds" in get_note(study)
+    assert "dashboard:plot_data:best-so-far:0" in study._storage.get_study_system_attrs(
+        study._study_id
+    )
     assert "What an expert is worth" in Path("runs/mine/report.md").read_text(encoding="utf-8")
     assert sum(document["experts_per_layer"]) == 12
     assert (
