@@ -31,7 +31,10 @@ def progress(findings: Findings) -> str:
         pruned = [t for t in own if t.state == "PRUNED"]
         if pruned:
             label = "pruned, at its last rung"
-            axes.plot(*_points(pruned), "x", color=BAD, ms=5, label=label)
+            edge = _upper_edge([_value(t) for t in done])
+            numbers, values = _points(pruned)
+            cut = [min(value, edge) for value in values]
+            axes.plot(numbers, cut, "x", color=BAD, ms=5, label=label)
         best = best_so_far(done)
         last = max(t.number for t in own)
         steps = [*best, (last, best[-1][1])]
@@ -103,10 +106,12 @@ def curves(findings: Findings) -> str:
     own = [t for t in findings.trials if t.label != REPLICATE and t.rungs]
     if not own:
         return ""
+    full = [t for t in own if t.state == "COMPLETE"]
+    edge = _upper_edge([v for t in full or own for v in t.rungs.values()])
     with sheet("curves", 3.0) as page:
         (axes,) = page.axes
         for trial in own:
-            points = sorted(trial.rungs.items())
+            points = [(step, min(value, edge)) for step, value in sorted(trial.rungs.items())]
             if trial.state == "COMPLETE":
                 points.append((findings.spec.train.steps, _value(trial)))
             ends_early = trial.state != "COMPLETE"
@@ -177,6 +182,12 @@ def time(findings: Findings) -> str:
         axes.set_xlabel(f"{unit} of {workers if spent.workers > 1 else 'the one worker'}")
         page.figure.legend(loc="outside upper left", ncols=3)
     return page.svg
+
+
+def _upper_edge(values: Sequence[float]) -> float:
+    """Say up to where an axis goes, so that what was pruned does not flatten what was not."""
+    low, high = min(values), max(values)
+    return high + 0.5 * (high - low or abs(high))
 
 
 def _own_seed(row: SeedDifferences) -> float:

@@ -20,7 +20,7 @@ DEPTH = "layer, 0 is next to the input"
 
 def allocations(findings: Findings) -> str:
     """Draw the winner, the named baselines and the runners-up as bars over depth."""
-    rows = findings.conclusion["table"][:MOST_BARS]
+    rows = findings.rows[:MOST_BARS]
     if not rows:
         return ""
     highest = max(max(row["experts"]) for row in rows)
@@ -34,7 +34,9 @@ def allocations(findings: Findings) -> str:
             axes.bar(
                 range(allocation.num_layers), allocation.experts, 0.8, color=_colour(name, place)
             )
-            axes.set_title(f"{'winner: ' if place == 0 else ''}{name}, {row['mean']:.4f}")
+            axes.set_title(
+                f"{f'{findings.first}: ' if place == 0 else ''}{name}, {row['mean']:.4f}"
+            )
             axes.set_ylim(0, highest * 1.05)
             axes.grid(visible=False, axis="x")
             whole_numbers(axes, x=True, y=True)

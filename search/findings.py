@@ -26,6 +26,8 @@ from studies.records import (
 )
 from studies.spec import StudySpec
 
+MOST_BEST = 5  # rows of a comparison that are shown where nothing is confirmed
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -82,6 +84,19 @@ class Findings:
     def winner(self) -> dict[str, Any] | None:
         """The winner's row of the conclusion's table."""
         return self.conclusion["table"][0] if self.conclusion["table"] else None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The conclusion's table; without fresh seeds only its best rows and the named ones."""
+        table: list[dict[str, Any]] = self.conclusion["table"]
+        if self.conclusion["fresh_seeds"]:
+            return table
+        return [row for place, row in enumerate(table) if place < MOST_BEST or row["names"]]
+
+    @property
+    def first(self) -> str:
+        """What the first row of the table is called."""
+        return "winner" if self.finished else "best so far"
 
     @property
     def resolution(self) -> float | None:

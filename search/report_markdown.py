@@ -29,6 +29,8 @@ def markdown_report(name: str, verdict: Sequence[str], parts: Sequence[Section])
 
 def _section(part: Section) -> list[str]:
     lines = [line for paragraph in part.text for line in (_plain(paragraph), "")]
+    if part.in_characters:
+        lines += [*(f"    {line}" for line in part.in_characters), ""]
     for table in part.tables:
         lines += [*_table(table), ""]
     if part.code:

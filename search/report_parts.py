@@ -30,6 +30,7 @@ class Section:
         figures: SVGs, each with its caption.
         tables: Tables, below the figures.
         code: Lines to be copied.
+        in_characters: The figures as lines of characters, for whoever shows no figures.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Section:
     figures: tuple[tuple[str, str], ...] = ()
     tables: tuple[Table, ...] = ()
     code: tuple[str, ...] = ()
+    in_characters: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:

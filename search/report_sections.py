@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from mola.allocation import Allocation
 from search import figures, figures_layers
@@ -31,10 +32,10 @@ def verdict(findings: Findings) -> tuple[str, ...]:
         f"validation loss: {mean} {spec.objective} over {seeds}."
     )
     claim = findings.conclusion["text"]
-    claimed = f"Against uniform: {claim}."
+    claimed = f"{claim[0].upper()}{claim[1:]}."
     if findings.finished:
         return found, claimed
-    return found, claimed, "The search goes on; this is what the trials so far say."
+    return found, claimed, "The search is not finished; this is what the trials so far say."
 
 
 def sections(findings: Findings, worths: Sequence[Worth]) -> list[Section]:
@@ -61,14 +62,15 @@ def sections(findings: Findings, worths: Sequence[Worth]) -> list[Section]:
 
 def _comparison(findings: Findings) -> Section:
     rows = []
-    for place, row in enumerate(findings.conclusion["table"]):
+    fresh = findings.conclusion["fresh_seeds"]
+    for place, row in enumerate(findings.rows):
         error, known = row["standard_error"], row["difference"] is not None
         name = findings.called(Allocation(row["experts"]), row["trial"])
         reference = name == "uniform"
         bounded = known and row["low"] is not None and not reference
         rows.append(
             (
-                f"{name} (winner)" if place == 0 else name,
+                f"{name} ({findings.first})" if place == 0 else name,
                 f"{row['mean']:.4f}" + (f" ± {error:.4f}" if error is not None else ""),
                 f"{row['accuracy']:.1%}",
                 f"{row['difference']:+.4f}" if known and not reference else "",
@@ -78,7 +80,6 @@ def _comparison(findings: Findings) -> Section:
     if not rows:
         return Section("Comparison with uniform")
     seeds = findings.conclusion["table"][0]["seeds"]
-    fresh = findings.conclusion["fresh_seeds"]
     text = [
         f"Loss is the validation loss in {findings.spec.objective}, lower is better, as the mean "
         f"over {seeds} seed{'s' if seeds > 1 else ''}"
@@ -97,6 +98,7 @@ def _comparison(findings: Findings) -> Section:
             "residual pooled over all rows."
         )
     columns = ("allocation", "loss", "accuracy", "to uniform", "interval")
+    shown = len(columns) if fresh else 3
     caption = (
         "Points are seeds, bars the simultaneous intervals of the mean over the fresh ones. "
         "A bar that crosses 0 is no evidence."
@@ -105,29 +107,37 @@ def _comparison(findings: Findings) -> Section:
         "Comparison with uniform",
         tuple(text),
         _drawn(figures.seeds(findings), caption),
-        (Table(columns, tuple(rows)),),
+        (Table(columns[:shown], tuple(row[:shown] for row in rows)),),
     )
 
 
 def _allocations(findings: Findings) -> Section:
-    table = findings.conclusion["table"]
+    table = findings.rows
     highest = max((max(row["experts"]) for row in table), default=1)
-    rows = []
+    rows, drawn = [], []
+    width = max((len(findings.called(*_which(row))) for row in table), default=0)
     for row in table:
-        allocation = Allocation(row["experts"])
-        drawn = spark(allocation, highest).replace(" ", "·")
-        rows.append((findings.called(allocation, row["trial"]), drawn, str(allocation)))
+        allocation, trial = _which(row)
+        name = findings.called(allocation, trial)
+        rows.append((name, str(allocation)))
+        drawn.append(f"{name:<{width}}  {spark(allocation, highest)}")
     if not rows:
         return Section("Allocations")
     return Section(
         "Allocations",
         (
-            "An allocation is a number of experts per layer, layer 0 first; 2x8 means eight layers "
-            "with 2 each.",
+            "An allocation is a number of experts per layer, layer 0 first; 2x8 means eight "
+            "layers with 2 each.",
         ),
         _drawn(figures_layers.allocations(findings), "Experts by depth, lowest mean loss first."),
-        (Table(("allocation", "by depth", "experts"), tuple(rows), left=3),),
+        (Table(("allocation", "experts"), tuple(rows), left=2),),
+        in_characters=tuple(drawn),
     )
+
+
+def _which(row: Mapping[str, Any]) -> tuple[Allocation, int]:
+    """Give the allocation and the trial of a row of the conclusion."""
+    return Allocation(row["experts"]), row["trial"]
 
 
 def _progress(findings: Findings) -> Section:
@@ -144,8 +154,9 @@ def _progress(findings: Findings) -> Section:
     text = [f"Trials: {said or 'none yet'}. Repeats of allocations on fresh seeds are included."]
     text += [f"Why trials failed: {'; '.join(reasons[:5])}"] if reasons else []
     caption = (
-        "Trials on the search's own seed. Dotted lines are the named allocations; a pruned trial "
-        "stands at the loss of its last rung, which is higher than it would have ended."
+        "Trials on the search's own seed. Dotted lines are the named allocations. A pruned trial "
+        "stands at the loss of its last rung, which is higher than it would have ended, or at the "
+        "upper edge."
     )
     return Section("The search", tuple(text), _drawn(figures.progress(findings), caption))
 
@@ -157,7 +168,8 @@ def _lengths(findings: Findings) -> Section:
         list(
             _drawn(
                 figures.curves(findings),
-                "Validation loss by step, on the search's own seed. Dashed: pruned or failed.",
+                "Validation loss by step, on the search's own seed. Crosses: pruned or failed trials, "
+                "those far off at the upper edge.",
             )
         ),
     )
@@ -218,7 +230,10 @@ def _worth(findings: Findings, worths: Sequence[Worth]) -> Section:
             "smallest difference that this search can tell."
         )
         tables = (Table(("layers", "experts", "could lose", "would keep"), rows),)
-    caption = "Change of the loss per expert that is moved into a layer; below 0 it pays."
+    caption = (
+        "Change of the loss per expert that is moved into a layer; below 0 it pays. Layers that "
+        "hold as many as they may have no point."
+    )
     return Section(title, tuple(text), _drawn(figures_layers.worth(worths, unit), caption), tables)
 
 
