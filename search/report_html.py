@@ -28,10 +28,10 @@ figure svg text { font-family: inherit !important; }
 figcaption { color: var(--muted); font-size: .875rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; }
-th, td { padding: .2rem .9rem .2rem 0; text-align: right; vertical-align: top;
+th, td { padding: .2rem .9rem .2rem 0; text-align: right; vertical-align: top; white-space: nowrap;
   border-bottom: 1px solid var(--grid); font-variant-numeric: tabular-nums; }
 th { color: var(--muted); font-weight: 600; }
-.text { text-align: left; white-space: nowrap; }
+.text { text-align: left; }
 .text:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }
 pre { background: var(--panel); padding: .6rem .8rem; overflow-x: auto; font-size: .8125rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }

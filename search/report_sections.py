@@ -168,8 +168,8 @@ def _lengths(findings: Findings) -> Section:
         list(
             _drawn(
                 figures.curves(findings),
-                "Validation loss by step, on the search's own seed. Crosses: pruned or failed trials, "
-                "those far off at the upper edge.",
+                "Validation loss by step, on the search's own seed. Crosses: pruned or failed "
+                "trials, those far off at the upper edge.",
             )
         ),
     )
