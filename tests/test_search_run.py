@@ -19,7 +19,9 @@ from click.testing import CliRunner, Result
 from optuna_dashboard import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 
+import search.dashboard
 import search.pruner
+import search.report
 import search.run
 import search.sampler
 from mola.events import Event
@@ -42,15 +44,25 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
 
 
 @pytest.fixture
+def reports() -> bool:
+    """Whether report and dashboard are written, which takes seconds and has tests of its own."""
+    return False
+
+
+@pytest.fixture
 def run(
     tiny_model_dir: Path,
     choices_dir: Path,
     tmp_path: Path,
     pools: list[PretendPool],
     monkeypatch: pytest.MonkeyPatch,
+    reports: bool,
 ) -> Run:
     """Run the command in an empty folder, on the tiny model of 4 layers unless told otherwise."""
     monkeypatch.chdir(tmp_path)
+    if not reports:
+        monkeypatch.setattr(search.report, "write_report", lambda *_: None)
+        monkeypatch.setattr(search.dashboard, "refresh", lambda *_: None)
     settings = {
         "--model": tiny_model_dir,
         "--data": choices_dir,
@@ -97,6 +109,7 @@ def test_the_choices_are_those_that_there_are() -> None:
     assert search.run.PRUNERS == search.pruner.PRUNERS
 
 
+@pytest.mark.parametrize("reports", [True])
 def test_a_search_ends_with_winner_comparison_files_and_commands(run: Run) -> None:
     result = run()
     assert result.exit_code == 0, result.output
