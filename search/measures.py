@@ -187,7 +187,8 @@ def seconds_left(findings: Findings, now: datetime) -> float | None:
         trials = sum(t.state in ("WAITING", "RUNNING") for t in replicates)
     else:
         trials = findings.runs[-1].goal - measured(findings) + findings.runs[-1].replicates
-    passed = sum((now - t.began).total_seconds() for t in running if t.began is not None)
+    elapsed = [(now - t.began).total_seconds() for t in running if t.began is not None]
+    passed = sum(min(seconds, usual) for seconds in elapsed)
     return max(0.0, trials * usual - passed) / len(running)
 
 

@@ -144,6 +144,8 @@ def _to_uniform(findings: Findings) -> str:
     known, best = findings.uniform_objective, findings.best
     if known is None or best is None or best.objective is None:
         return ""
+    if best.allocation == findings.uniform:
+        return ""
     return f", uniform {known:.4f} ({best.objective - known:+.4f})"
 
 

@@ -55,6 +55,13 @@ def test_a_running_search_says_what_is_done_and_what_is_best(tmp_path: Path) -> 
     assert "after step 5" in result.stdout
 
 
+def test_uniform_is_not_compared_with_itself() -> None:
+    study = empty_study()
+    run_one(study, UNIFORM, label="named 5555")
+    text = describe(read_findings(study), datetime.now())
+    assert "best on the search's seed: 0.8659 nats per row, uniform\n" in text
+
+
 def test_time_left_is_what_remains_over_what_runs() -> None:
     study = running_study()
     findings = read_findings(study)
@@ -65,6 +72,8 @@ def test_time_left_is_what_remains_over_what_runs() -> None:
     assert left == pytest.approx((6 - 2 + 4) * usual, abs=1e-5)  # microseconds are kept
     later = seconds_left(findings, now + timedelta(seconds=usual))
     assert later == pytest.approx((6 - 2 + 4 - 1) * usual, abs=1e-5)
+    late = seconds_left(findings, now + timedelta(seconds=5 * usual))
+    assert late == later  # a slow trial takes no time off the others
     assert "time left: about" in describe(findings, now)
 
 
