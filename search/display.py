@@ -16,6 +16,7 @@ from rich.text import Text
 from mola.allocation import Allocation
 from mola.events import Rung
 from search.bars import spark
+from search.pool import Memory
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from studies.store import REPLICATE, TrialRecord
 
@@ -30,7 +31,8 @@ class _Running:
     since: float
     step: int = 0
     loss: float | None = None
-    rung: float | None = None
+    rungs: list[float] = field(default_factory=list)
+    memory: Memory | None = None
 
 
 @dataclass
@@ -101,9 +103,12 @@ class Board:
         run = self.running.get(update.number)
         if run is None:
             return
+        if isinstance(update.event, Memory):
+            run.memory = update.event
+            return
         run.step = update.event.step
         if isinstance(update.event, Rung):
-            run.rung = update.event.objective
+            run.rungs.append(update.event.objective)
         else:
             run.loss = update.event.loss
 
@@ -207,8 +212,8 @@ class _View:
             return Text(f"{board.title}  starting the workers", style="bold")
         parts = [
             f"{board.title}  {board.phase.name} {board.phase.done}/{board.phase.total}",
-            f"{len(board.running)} running, {board.counts['PRUNED']} pruned, "
-            f"{board.counts['FAIL']} failed",
+            f"{board.counts['COMPLETE']} complete, {len(board.running)} running, "
+            f"{board.counts['PRUNED']} pruned, {board.counts['FAIL']} failed",
         ]
         if best is not None:
             known = board.uniform_objective
@@ -220,7 +225,9 @@ class _View:
     def _table(self) -> Table:
         board = self.board
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading in ("trial", "experts by depth", "why", "step", "loss", "rung", "time"):
+        headings = ["trial", "experts by depth", "why", "step", "loss", "rungs", "time"]
+        on_gpus = any(run.memory for run in board.running.values())
+        for heading in [*headings, "GPU memory"] if on_gpus else headings:
             table.add_column(heading, justify="right" if heading == "step" else "left")
         for number, run in sorted(board.running.items()):
             job = run.started.job
@@ -231,7 +238,14 @@ class _View:
                 why,
                 f"{run.step}/{board.steps}",
                 "" if run.loss is None else f"{run.loss:.3f}",
-                "" if run.rung is None else f"{run.rung:.4f}",
+                " ".join(f"{value:.4f}" for value in run.rungs),
                 duration(time.monotonic() - run.since),
+                *([_gigabytes(run.memory)] if on_gpus else []),
             )
         return table
+
+
+def _gigabytes(memory: Memory | None) -> str:
+    if memory is None:
+        return ""
+    return f"{memory.used / 2**30:.1f} of {memory.total / 2**30:.0f} GiB"

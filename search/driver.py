@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
 from search.conclude import CONFIDENCE, candidates, conclude, fresh_seeds, measured
-from search.pool import Failed, Job, Pool, PoolError
+from search.pool import Failed, Job, Memory, Pool, PoolError
 from search.priors.given import Prior
 from search.priors.named import named, named_allocations
 from search.race import BLOCKS, still_racing
@@ -252,13 +252,15 @@ class Driver:
         store.fail(self.study, trial, reason, retry=False)
         self.notify(Note(reason))
 
-    def _handle(self, pool: Pool, number: int, event: Event | Failed) -> None:
+    def _handle(self, pool: Pool, number: int, event: Event | Failed | Memory) -> None:
         """Record what happened to a trial; what comes after its end is ignored."""
         run = self._running.get(number)
         if run is None:
             return
         if isinstance(event, Failed):
             self._count_failure(number, event)
+        elif isinstance(event, Memory):
+            self.notify(Progress(number, event))
         elif not math.isfinite(event.loss if isinstance(event, Step) else event.objective):
             pool.stop(number)
             what = "training loss" if isinstance(event, Step) else "objective"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,11 @@ from mola.model import MolaModel, detach, get_mola_model
 from mola.settings import AdapterSettings, TrainSettings
 from mola.train import finetune, make_optimizer
 from mola.trial import make_config
-from search.retrain_file import Run, Scores
+from search.retrain_file import CHECKPOINT, Run, Scores
 
 if TYPE_CHECKING:
     from mola.data import TaskData
 
-CHECKPOINT = "unfinished.safetensors"
 CHECKPOINT_SECONDS = 30.0
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -76,9 +75,7 @@ def full_run(
     stop_requested: Callable[[], bool],
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> Run:
-    """Train, evaluate and save one adapter, from wherever an earlier call stopped.
-
-    The base model is as before when this returns or fails.
+    """Do a fine-tune to its end; as `full_run_steps`, whose arguments it takes.
 
     Args:
         model: The frozen base model, on the accelerator's device.
@@ -100,10 +97,74 @@ def full_run(
         ValueError: The allocation does not fit the model, or the checkpoint is not of this run.
         OSError: The folder cannot be written to.
     """
+    steps = full_run_steps(
+        model,
+        data,
+        name,
+        allocation,
+        adapter,
+        train,
+        seed=seed,
+        folder=folder,
+        accelerator=accelerator,
+        stop_requested=stop_requested,
+        checkpoint_seconds=checkpoint_seconds,
+    )
+    while True:
+        try:
+            on_step(next(steps))
+        except StopIteration as end:
+            run: Run = end.value
+            return run
+
+
+def full_run_steps(
+    model: PreTrainedModel,
+    data: TaskData,
+    name: str,
+    allocation: Allocation,
+    adapter: AdapterSettings,
+    train: TrainSettings,
+    *,
+    seed: int,
+    folder: Path,
+    accelerator: Accelerator,
+    stop_requested: Callable[[], bool],
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Generator[Step, None, Run]:
+    """Train, evaluate and save one adapter, from wherever an earlier call stopped.
+
+    The base model is as before when the generator ends, fails or is closed.
+
+    Args:
+        model: The frozen base model, on the accelerator's device.
+        data: The tokenised task. The test split is read once, after the training.
+        name: What people call the allocation.
+        allocation: Experts per layer.
+        adapter: Everything else about the adapter.
+        train: Length, batch and learning rate.
+        seed: Of the adapter's initial weights, the data's order and the dropout.
+        folder: Where the adapter goes, and the checkpoint meanwhile; made if missing.
+        accelerator: Device, precision and processes.
+        stop_requested: Asked after each step, when the generator is resumed.
+        checkpoint_seconds: Time between checkpoints, longer where writing one takes long.
+
+    Yields:
+        Each step, when it is done.
+
+    Returns:
+        The result.
+
+    Raises:
+        StopRequestedError: A stop was requested; a checkpoint is written.
+        TrainingError: The loss is not finite, or the GPU's memory does not suffice.
+        ValueError: The allocation does not fit the model, or the checkpoint is not of this run.
+        OSError: The folder cannot be written to.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     mola_model = get_mola_model(model, make_config(allocation, adapter, seed))
     try:
-        seconds = _train(
+        seconds = yield from _train(
             model,
             mola_model,
             data,
@@ -111,7 +172,6 @@ def full_run(
             seed,
             folder / CHECKPOINT,
             accelerator,
-            on_step,
             stop_requested,
             checkpoint_seconds,
         )
@@ -155,10 +215,9 @@ def _train(
     seed: int,
     path: Path,
     accelerator: Accelerator,
-    on_step: Callable[[Step], None],
     stop_requested: Callable[[], bool],
     checkpoint_seconds: float,
-) -> float:
+) -> Generator[Step, None, float]:
     """Train to the end, saving a checkpoint now and then; return the wall clock of all sittings."""
     if train.gradient_checkpointing:
         checkpoint_activations(base, True)
@@ -176,7 +235,7 @@ def _train(
         start_step=progress.step,
     ):
         progress = Progress(event.step, time.perf_counter() - began)
-        on_step(event)
+        yield event
         stop = _any_process(stop_requested(), accelerator)
         if stop or event.step == train.steps or time.perf_counter() - saved > pause:
             start = time.perf_counter()

@@ -39,6 +39,19 @@ class Failed:
     retry: bool = True
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a worker's GPUs hold.
+
+    Attributes:
+        used: Bytes reserved at the worker's peak so far, over its GPUs.
+        total: Bytes that these GPUs have.
+    """
+
+    used: int
+    total: int
+
+
 class PoolError(RuntimeError):
     """No worker is left and none can be started."""
 
@@ -46,8 +59,9 @@ class PoolError(RuntimeError):
 class Pool(Protocol):
     """Workers that run one trial each.
 
-    The events of a trial come in order. After a `Rung` the trial waits for `resume` or `stop`;
-    `Finished` and `Failed` end it and free its worker.
+    `Memory` may come at any time and asks for nothing. The other events of a trial come in order.
+    After a `Rung` the trial waits for `resume` or `stop`; `Finished` and `Failed` end it and free
+    its worker.
     """
 
     @property
@@ -61,7 +75,7 @@ class Pool(Protocol):
     def start(self, job: Job) -> None:
         """Start a trial on an idle worker; trouble comes as an event, not as an exception."""
 
-    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed]]:
+    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed | Memory]]:
         """Wait until something happened, at most so long.
 
         Returns:

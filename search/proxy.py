@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mola.events import Event, Finished, Rung
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
-from search.pool import Job
+from search.pool import Job, Memory
 
 if TYPE_CHECKING:
     from mola.data import TaskData
@@ -72,7 +72,7 @@ class ProxyWorker:
         gc.freeze()  # what is here stays, so that no collection between trials looks at it again
         return os.getpid()
 
-    def start(self, job: Job, max_seconds: float) -> list[Event]:
+    def start(self, job: Job, max_seconds: float) -> list[Event | Memory]:
         """Begin a trial; see `advance`."""
         from mola.trial import run_trial
 
@@ -89,16 +89,19 @@ class ProxyWorker:
         self._trial = cast(Generator[Event, None, None], trial)
         return self.advance(max_seconds)
 
-    def advance(self, max_seconds: float) -> list[Event]:
+    def advance(self, max_seconds: float) -> list[Event | Memory]:
         """Go on with the trial until a rung, its end, or the time is up.
 
         Args:
             max_seconds: wall clock; the step under way is finished.
+
+        Returns:
+            What happened, the last event last; before it, on GPUs, the memory in use.
         """
         if self._trial is None:
             raise RuntimeError("no trial is running")
         deadline = time.monotonic() + max_seconds
-        events = []
+        events: list[Event | Memory] = _gpu_memory(self._device)
         for event in self._trial:
             events.append(event)
             if isinstance(event, Finished):
@@ -112,3 +115,15 @@ class ProxyWorker:
         trial, self._trial = self._trial, None
         if trial is not None:
             trial.close()
+
+
+def _gpu_memory(device: str) -> list[Event | Memory]:
+    """Read the peak memory of this process on the GPUs that it sees; nothing on CPUs."""
+    if device == "cpu":
+        return []
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    used = sum(torch.cuda.max_memory_reserved(gpu) for gpu in gpus)
+    total = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    return [Memory(used, total)]

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from mola.allocation import Allocation
 from search.bars import chart
+from search.command_line import module_command, study_place
 from search.plan import Settings
 from studies.spec import StudySpec
 from studies.storage import mask
@@ -62,18 +63,19 @@ def commands(settings: Settings, url: str) -> dict[str, str]:
     """Give where the files are, and the commands that use them."""
     folder = study_folder(settings)
     name = str(settings.study)
-    where = [] if settings.root == Path("runs") else ["--root", str(settings.root)]
-    where += [] if settings.storage is None else ["--storage", mask(settings.storage)]
+    where = study_place(settings.root, settings.storage)
     exported = folder / "allocation.json"
     data = [] if settings.data is None else ["--data", settings.data]
     return {
-        "Files": f"{exported}, trials.csv, config.toml" + (", study.db" if _is_here(url) else ""),
-        "Dashboard": _command("optuna-dashboard", mask(url)),
-        "Export": _module("export", "--study", name, *where, "--out", "winner.json"),
-        "Retrain": _module(
+        "Files": f"{exported}, report.html, report.md, trials.csv, config.toml"
+        + (", study.db" if _is_here(url) else ""),
+        "Dashboard": shlex.join(["optuna-dashboard", mask(url)]),
+        "Export": module_command("export", "--study", name, *where, "--out", "winner.json"),
+        "Compare": module_command("compare", "--study", name, *where, *data, "--with", "5555"),
+        "Retrain": module_command(
             "retrain", "--allocation", str(exported), *data, "--out", str(folder / "adapter")
         ),
-        "Go on": f"{_module('run', '--config', str(folder / 'config.toml'))} "
+        "Go on": f"{module_command('run', '--config', str(folder / 'config.toml'))} "
         f"--trials {2 * settings.trials}",
     }
 
@@ -85,7 +87,7 @@ def study_folder(settings: Settings) -> Path:
 
 def continue_command(settings: Settings) -> str:
     """Give the command that goes on with the study."""
-    return _module("run", "--config", str(study_folder(settings) / "config.toml"))
+    return module_command("run", "--config", str(study_folder(settings) / "config.toml"))
 
 
 def _comparison(conclusion: Mapping[str, Any]) -> Table:
@@ -122,11 +124,3 @@ def _called(row: Mapping[str, Any]) -> str:
 
 def _is_here(url: str) -> bool:
     return url.startswith("sqlite:")
-
-
-def _module(name: str, *arguments: str) -> str:
-    return _command("python", "-m", f"search.{name}", *arguments)
-
-
-def _command(*words: str) -> str:
-    return shlex.join(words)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mola.settings import DTYPES
-from search.cli import Command, Whole, one_line, option, positive, rate, user_errors
+from search.cli import Command, Whole, one_line, option, positive, user_errors
+from search.retrain_options import full_training_options
 from search.retrain_plan import Options, Plan, prepare
 from search.signals import StopSignals
 from search.terminal import calm_libraries, warnings_as_lines
@@ -88,34 +89,7 @@ FAILED = 1
     help="As for search.run.  [default: as in the file]",
 )
 @option("Data", "--max-length", type=positive, help="As for search.run.  [default: as in the file]")
-@option("Training", "--epochs", type=positive, default=10, help="Passes over the training split.")
-@option("Training", "--batch-size", type=positive, default=128, help="Rows per optimizer step.")
-@option(
-    "Training",
-    "--micro-batch",
-    type=positive,
-    help="Rows per forward pass of a process; gradients add up.  [default: 8; with the built-in "
-    "model the whole batch]",
-)
-@option(
-    "Training",
-    "--learning-rate",
-    type=rate,
-    help="Peak of a linear warm-up and decay.  [default: 3e-4; with the built-in model the "
-    "search's]",
-)
-@option(
-    "Training",
-    "--warmup-steps",
-    type=Whole(min=0),
-    help="Steps of the warm-up.  [default: 100, or a tenth of all steps if that is less]",
-)
-@option(
-    "Training",
-    "--gradient-checkpointing",
-    is_flag=True,
-    help="Compute activations twice to save memory.",
-)
+@full_training_options
 def main(**values: Any) -> int:
     """Fine-tune an exported allocation in full, and compare it with others.
 

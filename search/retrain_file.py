@@ -13,6 +13,7 @@ from studies.files import write_json_atomic
 from studies.strict import decode
 
 FORMAT_VERSION = 1
+CHECKPOINT = "unfinished.safetensors"  # beside an adapter whose fine-tune is not over
 
 
 @dataclass(frozen=True)

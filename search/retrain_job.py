@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from mola.base import load_model
 from mola.evaluate import evaluate
 from mola.events import Step
-from search.full_run import CHECKPOINT, full_run, make_accelerator, scores
+from search.full_run import full_run, make_accelerator, scores
 from search.retrain_file import (
+    CHECKPOINT,
     FORMAT_VERSION,
     Results,
     Scores,

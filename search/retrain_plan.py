@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_LENGTH = 256  # the paper's
 LEARNING_RATE = 3e-4  # the paper's
 SCORES = "alphalora.json"  # in the folder of the adapter: the model's scores, once measured
+EPOCHS = 10  # the paper's
 MICRO_BATCH = 8  # the reference implementation's
 
 
@@ -140,13 +141,15 @@ def _compared(
             name, other = Path(text).stem, read_allocation_file(Path(text))[0]
         else:
             raise ValueError(
-                f"--compare {text}: expected one of {', '.join([*NAMES, ALPHALORA])}, or an "
-                "allocation file"
+                f"cannot compare with {text}: expected one of {', '.join([*NAMES, ALPHALORA])}, or "
+                "an allocation file"
             )
         if name == options.allocation.stem or found.get(name, other) != other:
-            raise ValueError(f"--compare {text}: another allocation is called {name!r}; rename it")
+            raise ValueError(
+                f"cannot compare with {text}: another allocation is called {name!r}; rename it"
+            )
         if other == allocation or other in [found[n] for n in found if n != name]:
-            warnings.warn(f"--compare {text} is left out: it is no other allocation", stacklevel=2)
+            warnings.warn(f"{text} is not compared: it is no other allocation", stacklevel=2)
             continue
         found[name] = other
     return found

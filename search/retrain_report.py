@@ -40,7 +40,7 @@ def print_report(
     for name, allocation in allocations.items():
         say(f"{name}: {allocation} ({allocation.total} experts)")
     say()
-    console.print(_table(results, runs, has_test))
+    console.print(runs_table(results, runs, has_test))
     unit = results.conditions.objective
     say(f"  objective: {unit}, lower is better; +- standard error over the seeds")
     if not has_test:
@@ -94,7 +94,32 @@ def differences_to_baselines(runs: dict[str, list[Run]], unit: str, has_test: bo
     return lines
 
 
-def _table(results: Results, runs: Mapping[str, list[Run]], has_test: bool) -> Table:
+def pareto(runs: Mapping[str, Sequence[Run]], has_test: bool) -> list[str]:
+    """Name the allocations that no other one beats with as few experts, fewest experts first.
+
+    Args:
+        runs: Finished fine-tunes by name.
+        has_test: Whether the test split counts, else validation.
+
+    Returns:
+        Their names; empty where all have the same number of experts.
+    """
+    points = [
+        (sum(found[0].experts), fmean(_decisive(run, has_test).objective for run in found), name)
+        for name, found in runs.items()
+    ]
+    if len({total for total, _, _ in points}) == 1:
+        return []
+    best, names = math.inf, []
+    for _, objective, name in sorted(points):
+        if objective < best:
+            best = objective
+            names.append(name)
+    return names
+
+
+def runs_table(results: Results, runs: Mapping[str, list[Run]], has_test: bool) -> Table:
+    """Put the allocations' mean scores side by side."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     splits = ("validation", "test") if has_test else ("validation",)
@@ -106,7 +131,8 @@ def _table(results: Results, runs: Mapping[str, list[Run]], has_test: bool) -> T
         name: {split: [getattr(run, split) for run in found] for split in splits}
         for name, found in runs.items()
     }
-    rows["no adapter"] = {split: [results.frozen[split]] for split in splits}
+    if results.frozen:
+        rows["no adapter"] = {split: [results.frozen[split]] for split in splits}
     for name, scores in rows.items():
         cells = [cell for split in splits for cell in _cells(scores[split])]
         table.add_row(name, *cells, str(len(runs[name])) if name in runs else "")

@@ -26,6 +26,7 @@ from search.cli import (
     training_options,
     user_errors,
 )
+from search.command_line import given_options, module_command
 from search.plan import Plan, Settings, prepare, with_demo_defaults
 from search.signals import StopSignals
 from search.terminal import calm_libraries, warnings_as_lines
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from search.pool import Pool
     from search.priors.given import Prior
+    from search.updates import Update
 
 STOPPED_BY_FAILURES = 1
 SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")  # search.sampler's and search.pruner's lists:
@@ -201,7 +203,8 @@ def main(ctx: click.Context, /, **options: Any) -> int:
             return 0
         study, url = _open(plan)
         priors = _settle(plan, study)
-    return _search(plan, study, url, priors)
+    command = module_command("run", *given_options(ctx.command, vars(plan.settings), given))
+    return _search(plan, study, url, command, priors)
 
 
 def _open(plan: Plan) -> tuple[optuna.Study, str]:
@@ -243,14 +246,24 @@ def _settle(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
     return priors
 
 
-def _search(plan: Plan, study: optuna.Study, url: str, priors: tuple[Prior, ...]) -> int:
+def _search(
+    plan: Plan, study: optuna.Study, url: str, command: str, priors: tuple[Prior, ...]
+) -> int:
     """Run the search to its end, and print what it found.
+
+    Args:
+        plan: What is to be done.
+        study: Where it is recorded.
+        url: Of the storage.
+        command: Repeats this run.
+        priors: What it begins with, beside the named allocations.
 
     Returns:
         The exit status.
     """
     from rich.console import Console
 
+    from search.dashboard import Dashboard
     from search.display import Board, display
     from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
     from search.plan import most_replicates
@@ -271,13 +284,19 @@ def _search(plan: Plan, study: optuna.Study, url: str, priors: tuple[Prior, ...]
     rules = Rules(
         settings.trials, settings.finalists, settings.confirm_seeds, settings.max_failures
     )
+    dashboard = Dashboard(study)
     with StopSignals() as signals:
         try:
-            with display(board, Console(stderr=True), quiet=settings.quiet) as notify:
+            with display(board, Console(stderr=True), quiet=settings.quiet) as show:
+
+                def notify(update: Update) -> None:
+                    show(update)
+                    dashboard.apply(update)
+
                 driver = Driver(
                     study,
                     plan.spec,
-                    lambda: _open_pool(plan, signals),
+                    lambda: _begin(plan, study, command, signals),
                     rules,
                     priors=priors,
                     notify=notify,
@@ -299,6 +318,23 @@ def _search(plan: Plan, study: optuna.Study, url: str, priors: tuple[Prior, ...]
             err=True,
         )
     return _finish(plan, study, url, conclusion)
+
+
+def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
+    """Record that this command runs trials, and start the workers."""
+    from search.plan import most_replicates
+    from studies.provenance import note_run
+
+    settings, budget = plan.settings, plan.spec.budget
+    note_run(
+        study,
+        command,
+        train_rows=len(plan.data.train),
+        validation_rows=len(set(plan.data.validation["row"])),
+        goal=min(settings.trials, budget.size()),
+        replicates=most_replicates(settings, budget),
+    )
+    return _open_pool(plan, signals)
 
 
 def _open_pool(plan: Plan, signals: StopSignals) -> Pool:
@@ -324,17 +360,21 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
     """Write the files of a finished search, and print its results."""
     from rich.console import Console
 
+    from search.dashboard import refresh
+    from search.report import write_report
     from search.results import print_results, study_folder
     from studies.export import allocation_document
     from studies.files import write_json_atomic
     from studies.store import write_trials_csv
 
+    refresh(study)
     folder = study_folder(plan.settings)
     write_trials_csv(study, folder / "trials.csv")
     if conclusion["winner"] is None:
         click.echo(f"Error: {conclusion['text']}; see {folder / 'trials.csv'}", err=True)
         return STOPPED_BY_FAILURES
     write_json_atomic(folder / "allocation.json", allocation_document(study))
+    write_report(study, plan.settings.root, plan.settings.storage)
     print_results(Console(), conclusion, plan.settings, plan.spec, url)
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mola.events import Rung, Step
-from search.pool import Job
+from search.pool import Job, Memory
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """A running trial took a step or was evaluated before its end."""
+    """A running trial took a step, was evaluated before its end, or told its GPU memory."""
 
     number: int
-    event: Step | Rung
+    event: Step | Rung | Memory
 
 
 @dataclass(frozen=True)

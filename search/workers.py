@@ -16,8 +16,9 @@ from uuid import uuid4
 
 from mola.events import Event, Finished, Rung
 from search.layout import Layout, plan_layout
-from search.pool import Failed, Job, PoolError
+from search.pool import Failed, Job, Memory, PoolError
 from search.proxy import ProxyWorker, Task
+from search.retrain_file import Run
 
 if TYPE_CHECKING:
     from mola.data import TaskData
@@ -60,6 +61,7 @@ class RayPool:
         gpus_per_worker: GPUs of each; None: see `plan_layout`.
         address: of a Ray cluster to join, or `auto`; None starts Ray on this machine, reachable
             from this machine alone.
+        worker: what runs in the processes.
 
     Raises:
         PoolError: Ray cannot be started.
@@ -74,7 +76,9 @@ class RayPool:
         workers: int | None = None,
         gpus_per_worker: float | None = None,
         address: str | None = None,
+        worker: type[ProxyWorker] = ProxyWorker,
     ) -> None:
+        self._worker_type = worker
         self._ray, self._owns_ray = _connect(address)
         try:
             nodes = [n["Resources"] for n in self._ray.nodes() if n["Alive"]]
@@ -119,14 +123,14 @@ class RayPool:
             worker.state = _State.STOPPING
             worker.call = worker.actor.stop.remote()
 
-    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed]]:
+    def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed | Memory]]:
         """Wait until a call returns, and give the events that came with it."""
         calls = [worker.call for worker in self._workers if worker.call is not None]
         if not calls:
             return []
         self._ray.wait(calls, num_returns=1, timeout=timeout_seconds)
         done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
-        events: list[tuple[int, Event | Failed]] = []
+        events: list[tuple[int, Event | Failed | Memory]] = []
         for worker in list(self._workers):
             if worker.call in done:
                 events += self._receive(worker)
@@ -138,7 +142,7 @@ class RayPool:
             self._ray.kill(worker.actor)
         self._disconnect()
 
-    def _receive(self, worker: _Worker) -> list[tuple[int, Event | Failed]]:
+    def _receive(self, worker: _Worker) -> list[tuple[int, Event | Failed | Memory]]:
         """Take a call's result, move the worker on, and give the events for the driver."""
         call, worker.call = worker.call, None
         job = worker.job
@@ -158,7 +162,7 @@ class RayPool:
             worker.state = _State.IDLE
             self._failed_starts = 0
             return []
-        if isinstance(result[-1], Finished):
+        if isinstance(result[-1], (Finished, Run)):
             worker.state, worker.job = _State.IDLE, None
         elif isinstance(result[-1], Rung):
             worker.state = _State.AT_RUNG
@@ -181,7 +185,7 @@ class RayPool:
 
     def _new_worker(self) -> _Worker:
         actor = (
-            self._ray.remote(ProxyWorker)
+            self._ray.remote(self._worker_type)
             .options(
                 num_cpus=self.layout.cpus,
                 num_gpus=self.layout.gpus,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -16,10 +14,10 @@ import optuna
 from mola.allocation import Allocation
 from mola.settings import AdapterSettings
 from studies.allocation_file import FORMAT_VERSION, AllocationFile, Difference, Origin
+from studies.provenance import versions
 from studies.records import TrialRecord, get_conclusion, records, study_spec
 from studies.strict import decode
 
-_PACKAGES = ("mola-search", "torch", "transformers", "peft", "datasets", "optuna", "ray")
 # All linear layers of the only architecture that the reference implementation knows, LLaMA.
 _LLAMA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -85,7 +83,7 @@ def allocation_document(study: optuna.Study, winner: int | None = None) -> dict[
             difference_to_uniform=_difference(conclusion, trial.allocation),
             **{name: getattr(spec, name) for name in _FROM_SPEC},
         ),
-        versions=_versions(),
+        versions=versions(),
         upstream_args=upstream_args(trial.allocation, adapter),
     )
     return dataclasses.asdict(document)
@@ -195,13 +193,3 @@ def _difference(conclusion: dict[str, Any] | None, allocation: Allocation) -> Di
                 seeds=len(conclusion["fresh_seeds"]),
             )
     return None
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ SEED_ATTR = "seed"
 REASON_ATTR = "reason"  # why it failed
 BLAMELESS_ATTR = "interrupted"  # it failed because it was ended from outside
 RETRY_ATTR = "retry_of"
+_NOT_IN_CSV = ("routing", "began", "ended")  # a cell is a number or a short text
 RESULT_ATTRS = ("accuracy", "standard_error", "train_seconds", "eval_seconds", "routing")
 
 
@@ -49,6 +51,11 @@ class TrialRecord:
         seconds: Wall clock from ask to tell; None before that.
         reason: Why it failed, else empty.
         retry_of: Number of the trial that this one repeats after a failure.
+        train_seconds: Wall clock of its training steps; None unless complete.
+        eval_seconds: Wall clock of its evaluations; None unless complete.
+        routing: Expert load and router entropy per layer; empty unless complete.
+        began: When it was asked for, local time; None while it waits.
+        ended: When it was told; None before that.
     """
 
     number: int
@@ -63,6 +70,11 @@ class TrialRecord:
     seconds: float | None
     reason: str
     retry_of: int | None
+    train_seconds: float | None = None
+    eval_seconds: float | None = None
+    routing: dict[str, Any] = field(default_factory=dict)
+    began: datetime | None = None
+    ended: datetime | None = None
 
 
 def study_spec(study: optuna.Study) -> StudySpec:
@@ -113,12 +125,13 @@ def write_trials_csv(study: optuna.Study, path: Path) -> None:
     import pandas as pd  # slow to import, and only this needs it
 
     whole = dict.fromkeys(("number", "seed", "retry_of"), "Int64")
+    columns = [key for key in TrialRecord.__dataclass_fields__ if key not in _NOT_IN_CSV]
     rows = []
     for record in records(study):
-        row = {key: getattr(record, key) for key in TrialRecord.__dataclass_fields__}
+        row = {key: getattr(record, key) for key in columns}
         rungs = {f"rung_{step}": value for step, value in sorted(row.pop("rungs").items())}
         rows.append({**row, **rungs, **to_params(record.allocation)})
-    table = pd.DataFrame(rows, columns=None if rows else list(TrialRecord.__dataclass_fields__))
+    table = pd.DataFrame(rows, columns=None if rows else columns)
     text: str = table.astype(whole).to_csv(index=False, lineterminator="\n")
     write_text_atomic(path, text)
 
@@ -142,6 +155,11 @@ def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | No
         seconds=(end - start).total_seconds() if start and end else None,
         reason=attrs.get(REASON_ATTR, ""),
         retry_of=attrs.get(RETRY_ATTR),
+        train_seconds=attrs.get("train_seconds"),
+        eval_seconds=attrs.get("eval_seconds"),
+        routing=attrs.get("routing", {}),
+        began=start,
+        ended=end,
     )
 
 

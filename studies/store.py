@@ -17,8 +17,8 @@ from optuna_dashboard import save_note
 
 from mola.allocation import Allocation
 from mola.events import Finished
-from studies.encoding import to_params
-from studies.note import study_note
+from studies.encoding import from_params, to_params
+from studies.note import study_note, trial_note
 from studies.records import (
     BLAMELESS_ATTR,
     CONCLUSION_ATTR,
@@ -188,11 +188,19 @@ def complete(study: optuna.Study, trial: optuna.Trial, event: Finished) -> None:
     for key in RESULT_ATTRS:
         trial.set_user_attr(key, getattr(event, key))
     study.tell(trial, event.objective)
+    _note(
+        trial,
+        from_params(trial.params),
+        f"{event.objective:.4f}, standard error {event.standard_error:.4f} over the rows, "
+        f"accuracy {event.accuracy:.1%}, {event.train_seconds:.0f} s of training and "
+        f"{event.eval_seconds:.0f} s of evaluation",
+    )
 
 
 def prune(study: optuna.Study, trial: optuna.Trial) -> None:
     """End a trial that is not worth its further steps; its value is that of its last rung."""
     study.tell(trial, state=TrialState.PRUNED)
+    _note(trial, from_params(trial.params), "pruned: worse than the others at a rung")
 
 
 def fail(study: optuna.Study, trial: optuna.Trial, reason: str, *, retry: bool) -> None:
@@ -208,6 +216,8 @@ def fail(study: optuna.Study, trial: optuna.Trial, reason: str, *, retry: bool) 
     this = next((r for r in history if r.number == trial.number), None)
     again = retry and this is not None and not _broke_before(study, history, this)
     _end_failed(study, trial.number, this if again else None, history, {REASON_ATTR: reason})
+    if this is not None:
+        _note(trial, this.allocation, f"failed: {reason[:_MAX_REASON]}")
 
 
 def interrupt(study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
@@ -232,6 +242,13 @@ def reconcile(study: optuna.Study) -> int:
         attrs = {REASON_ATTR: DRIVER_STOPPED, BLAMELESS_ATTR: True}
         _end_failed(study, number, this, history, attrs)
     return len(running)
+
+
+def _note(trial: optuna.Trial, allocation: Allocation, result: str) -> None:
+    """Write a trial's note for the dashboard; nothing else reads it."""
+    attrs = trial.user_attrs
+    label, seed = attrs.get(LABEL_ATTR, SEARCH), attrs.get(SEED_ATTR, "that of the study")
+    save_note(trial, trial_note(allocation, label, seed, result))
 
 
 def _check_same(study: optuna.Study, spec: StudySpec, url: str) -> None:

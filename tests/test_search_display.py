@@ -11,7 +11,7 @@ from mola.allocation import Allocation
 from mola.events import Rung, Step
 from search.bars import chart, spark
 from search.display import Board, display, duration, trial_line
-from search.pool import Job
+from search.pool import Job, Memory
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 
 UNIFORM = Allocation([2, 2, 2, 2])
@@ -76,12 +76,17 @@ def test_a_terminal_shows_running_trials_best_uniform_and_time_left() -> None:
             ended(1, OTHER, 1.4),
             Started(Job(2, OTHER, 0), "search"),
             Progress(2, Step(5, 1.23)),
+            Progress(2, Rung(3, 1.83, 0.4)),
             Progress(2, Rung(5, 1.61, 0.5)),
+            Progress(2, Step(5, 1.23)),
         ],
         terminal=True,
     )
+    assert "GPU" not in text
     for part in (
         "search 2/3",
+        "2 complete, 1 running, 0 pruned, 0 failed",
+        "1.8300 1.6100",
         "best 1.4000 (trial 1)",
         "uniform 1.5000",
         "▂▂▆▆",
@@ -91,6 +96,22 @@ def test_a_terminal_shows_running_trials_best_uniform_and_time_left() -> None:
     ):
         assert part in text
     assert "trial 1  1x2 3x2  nll 1.4000" in text, "finished trials stay above the live view"
+
+
+def test_a_worker_on_a_gpu_shows_its_memory() -> None:
+    text = show(
+        [
+            Phase("search", 0, 3, 2),
+            Started(Job(2, OTHER, 0), "search"),
+            Progress(2, Step(5, 1.23)),
+            Progress(2, Memory(int(12.5 * 2**30), 80 * 2**30)),
+            Started(Job(3, UNIFORM, 0), "search"),
+        ],
+        terminal=True,
+    )
+    assert "GPU memory" in text
+    assert "12.5 of 80 GiB" in text
+    assert "5/10" in text
 
 
 def test_the_time_left_counts_the_confirmation_and_the_workers() -> None:

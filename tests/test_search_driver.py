@@ -23,11 +23,11 @@ from mola.allocation import Allocation, ExpertBudget
 from mola.events import Event, Rung, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
-from search.pool import Failed, Job
+from search.pool import Failed, Job, Memory
 from search.priors.named import named, named_allocations
 from search.pruner import PairedMedianPruner
 from search.sampler import BudgetSampler
-from search.updates import Ended, Phase, Update
+from search.updates import Ended, Phase, Progress, Update
 from studies.records import SPEC_ATTR
 from studies.spec import StudySpec
 from studies.store import (
@@ -407,3 +407,13 @@ def test_proposals_depend_on_the_results_so_far() -> None:
 
 def test_the_budget_of_the_pretence_has_room() -> None:
     assert ExpertBudget(4, 12, 1, 6).size() > 50
+
+
+def test_a_workers_memory_is_told_and_changes_nothing() -> None:
+    told: list[Update] = []
+    memory = Memory(1, 2)
+    study = fresh_study()
+    pool = PretendPool(script=lambda job: [memory, *train(job)])  # type: ignore[list-item]
+    drive(study, pool, RULES, notify=told.append)
+    assert Progress(0, memory) in told
+    assert all(record.state == "COMPLETE" for record in records(study))

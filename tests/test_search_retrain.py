@@ -230,7 +230,7 @@ def test_two_processes_share_the_batches(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--compare", "7777"], "--compare 7777: expected one of 5555, 2468"),
+        (["--compare", "7777"], "cannot compare with 7777: expected one of 5555, 2468"),
         (["--model", "no/such/model"], "no/such/model"),
         (["--max-length", "1000"], "the model's context is 512 tokens"),
         (["--prompt-template", "{question}"], "{question}"),
@@ -439,7 +439,7 @@ def test_a_comparison_with_itself_is_left_out(
     tmp_path: Path, tiny_model_dir: Path, choices_dir: Path
 ) -> None:
     file = {**document(tiny_model_dir), "experts_per_layer": [2, 2, 2, 2]}
-    with pytest.warns(UserWarning, match="--compare 5555 is left out"):
+    with pytest.warns(UserWarning, match="5555 is not compared"):
         made = plan(tmp_path, file, data=str(choices_dir), compare=("5555",))
     assert list(made.allocations) == ["allocation"]
 

@@ -16,9 +16,12 @@ from typing import Any
 import optuna
 import pytest
 from click.testing import CliRunner, Result
+from optuna_dashboard import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 
+import search.dashboard
 import search.pruner
+import search.report
 import search.run
 import search.sampler
 from mola.events import Event
@@ -41,15 +44,25 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
 
 
 @pytest.fixture
+def reports() -> bool:
+    """Whether report and dashboard are written, which takes seconds and has tests of its own."""
+    return False
+
+
+@pytest.fixture
 def run(
     tiny_model_dir: Path,
     choices_dir: Path,
     tmp_path: Path,
     pools: list[PretendPool],
     monkeypatch: pytest.MonkeyPatch,
+    reports: bool,
 ) -> Run:
     """Run the command in an empty folder, on the tiny model of 4 layers unless told otherwise."""
     monkeypatch.chdir(tmp_path)
+    if not reports:
+        monkeypatch.setattr(search.report, "write_report", lambda *_: None)
+        monkeypatch.setattr(search.dashboard, "refresh", lambda *_: None)
     settings = {
         "--model": tiny_model_dir,
         "--data": choices_dir,
@@ -96,6 +109,7 @@ def test_the_choices_are_those_that_there_are() -> None:
     assert search.run.PRUNERS == search.pruner.PRUNERS
 
 
+@pytest.mark.parametrize("reports", [True])
 def test_a_search_ends_with_winner_comparison_files_and_commands(run: Run) -> None:
     result = run()
     assert result.exit_code == 0, result.output
@@ -106,11 +120,20 @@ def test_a_search_ends_with_winner_comparison_files_and_commands(run: Run) -> No
         "2468",
         "optuna-dashboard sqlite:///runs/mine/study.db",
         "python -m search.export --study mine --out",
+        "python -m search.compare --study mine --data",
         "python -m search.retrain --allocation runs/mine/allocation.json",
     ):
         assert text in result.stdout
     assert result.stderr.count("trial ") >= 6
     document = json.loads(Path("runs/mine/allocation.json").read_text())
+    report = Path("runs/mine/report.html").read_text(encoding="utf-8")
+    assert "--budget 12 --trials 6 --steps 4" in report  # the command that ran the trials
+    study = optuna.load_study(study_name="mine", storage="sqlite:///runs/mine/study.db")
+    assert "over 3 seeds" in get_note(study)
+    assert "dashboard:plot_data:best-so-far:0" in study._storage.get_study_system_attrs(
+        study._study_id
+    )
+    assert "What an expert is worth" in Path("runs/mine/report.md").read_text(encoding="utf-8")
     assert sum(document["experts_per_layer"]) == 12
     assert (
         Path("runs/mine/trials.csv").read_text().count("\n")

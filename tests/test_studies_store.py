@@ -150,7 +150,7 @@ def test_the_note_shows_the_settings_and_no_markup_of_the_user(url):
     assert "built-in demonstration model" in note
     assert "<script>" not in note
     assert "\n# big" not in note
-    assert "- data: <code>&#60;script&#62;1&#60;/script&#62; &#96;x&#96; &#91;a&#93;" in note
+    assert "- **data**: &#60;script&#62;1&#60;/script&#62; &#96;x&#96; &#91;a&#93;" in note
 
 
 def test_enqueue_adds_an_allocation_and_seed_once(study):

@@ -1,0 +1,214 @@
+"""Fine-tune a study's winner and others in full, and compare them: `python -m search.compare`."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from search.cli import Command, Number, Whole, option, positive, study_options, user_errors
+from search.retrain_options import full_training_options
+from search.retrain_plan import Options, Plan, prepare
+from search.signals import StopSignals
+from search.terminal import calm_libraries, warnings_as_lines
+
+if TYPE_CHECKING:
+    import optuna
+
+    from search.compare_job import Wanted
+    from search.full_worker import FullJob
+
+FAILED = 1
+FOLDER = "full"  # in the study's folder
+
+
+@click.command(cls=Command, context_settings={"max_content_width": 100})
+@click.argument("more", nargs=-1, metavar="[NAME|FILE]...")
+@option("Comparison", "--study", required=True, metavar="NAME", help="Name of the study.")
+@option(
+    "Comparison",
+    "--with",
+    "against",
+    multiple=True,
+    metavar="NAME|FILE ...",
+    help="Compare with these: 5555, 2468, 2882, 8642, 8228, scaled to the same total, or "
+    "allocation files, of any total.  [default: 5555]",
+)
+@option(
+    "Comparison",
+    "--trial",
+    type=Whole(min=0),
+    metavar="N",
+    help="Compare this complete trial.  [default: the winner]",
+)
+@option(
+    "Comparison",
+    "--seeds",
+    type=Whole(min=2),
+    default=5,
+    help="Number of seeds; each has its own data order, the same for all allocations.",
+)
+@option(
+    "Comparison",
+    "--seed",
+    type=Whole(min=0),
+    default=10,
+    help="First seed. None that a search uses by default.",
+)
+@option(
+    "Data",
+    "--data",
+    metavar="DIR|ID",
+    help="Folder or data set id, as for search.run.  [default: the built-in task with the "
+    "built-in model]",
+)
+@option(
+    "Data",
+    "--trust-remote-code",
+    is_flag=True,
+    help="Let code that comes with the model run on this machine.",
+)
+@full_training_options
+@option("Machines", "--workers", type=positive, help="Fine-tunes at a time, as for search.run.")
+@option(
+    "Machines",
+    "--gpus-per-worker",
+    type=Number(min=0),
+    help="GPUs of a worker, as for search.run.",
+)
+@option("Machines", "--address", help="Ray cluster to join, or auto, as for search.run.")
+@study_options
+def main(**values: Any) -> int:
+    """Fine-tune a study's winner in full beside other allocations, and say which is better.
+
+    All run on the same seeds with the same data order, on Ray workers. The same command goes on
+    with what was interrupted; results are kept in the store, in a study NAME.full. The test split
+    is read once by each fine-tune, at its end.
+    """
+    calm_libraries()
+    with user_errors(), warnings_as_lines():
+        plan = _plan(values)
+        comparison, wanted = _open(values, plan)
+        from search.compare_job import missing_runs
+
+        jobs = missing_runs(comparison, wanted)
+    if jobs:
+        status = _run(values, plan, comparison, jobs)
+        if status:
+            return status
+    _report(comparison, plan)
+    return 0
+
+
+def _plan(values: dict[str, Any]) -> Plan:
+    """Export the allocation, and plan as for a retrain of it."""
+    from studies.export import allocation_document
+    from studies.files import write_json_atomic
+    from studies.store import load_study, storage_url
+
+    url = storage_url(values["root"], values["study"], values["storage"])
+    document = allocation_document(load_study(values["study"], url), values["trial"])
+    folder = _folder(values)
+    exported = folder / f"trial-{document['study']['trial']}.json"
+    write_json_atomic(exported, document)
+    from_study = dict.fromkeys(("model", "revision", "dtype", "prompt_template", "max_length"))
+    names = {field.name for field in fields(Options)}
+    given = {name: value for name, value in values.items() if name in names}
+    options = Options(
+        **{
+            **from_study,
+            **given,
+            "allocation": exported,
+            "out": folder,
+            "compare": (*values["against"], *values["more"]) or ("5555",),
+        }
+    )
+    plan = prepare(options, mixed_precision="as the frozen weights", processes=1)
+    # Other allocations may join later, and more seeds.
+    return replace(plan, conditions=replace(plan.conditions, experts=()))
+
+
+def _open(values: dict[str, Any], plan: Plan) -> tuple[optuna.Study, Wanted]:
+    from search.compare_job import Wanted
+    from search.compare_store import open_comparison
+    from studies.store import storage_url
+
+    url = storage_url(values["root"], values["study"], values["storage"])
+    comparison = open_comparison(values["study"], url, plan.conditions)
+    steps = plan.conditions.train.steps
+    return comparison, Wanted(plan.allocations, plan.seeds, steps, _folder(values).resolve())
+
+
+def _folder(values: dict[str, Any]) -> Path:
+    root: Path = values["root"]
+    return root / str(values["study"]) / FOLDER
+
+
+def _run(values: dict[str, Any], plan: Plan, comparison: optuna.Study, jobs: list[FullJob]) -> int:
+    """Run what is missing.
+
+    Returns:
+        The exit status, 0 if everything is done.
+    """
+    from search.compare_job import StopRequestedError, finish_runs
+    from search.pool import PoolError
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    steps = plan.conditions.train.steps
+    say(f"{len(jobs)} fine-tunes of {steps} steps to run")
+    with StopSignals() as signals:
+        try:
+            pool = _open_pool(values, plan, signals)
+            try:
+                lost = finish_runs(comparison, jobs, steps, pool, say, signals.requested)
+            finally:
+                pool.close()
+        except StopRequestedError as error:
+            say(f"{error}; the same command goes on")
+            return 128 + (signals.received or 0)
+        except PoolError as error:
+            say(f"Error: {error}")
+            return FAILED
+    if lost:
+        say(f"Error: {len(lost)} fine-tunes failed; the same command tries them again")
+        return FAILED
+    return 0
+
+
+def _open_pool(values: dict[str, Any], plan: Plan, signals: StopSignals) -> Any:
+    """Start the workers."""
+    from search.full_worker import FullWorker
+    from search.proxy import Task
+    from search.workers import RayPool
+
+    conditions = plan.conditions
+    with user_errors():
+        pool = RayPool(
+            Task(conditions.model, conditions.adapter, conditions.train),
+            plan.data,
+            workers=values["workers"],
+            gpus_per_worker=values["gpus_per_worker"],
+            address=values["address"],
+            worker=FullWorker,
+        )
+    signals.install()  # Ray takes SIGTERM for itself
+    return pool
+
+
+def _report(comparison: optuna.Study, plan: Plan) -> None:
+    from rich.console import Console
+
+    from search.compare_report import print_comparison
+    from search.compare_store import runs_of
+
+    wanted = {(a.experts, seed) for a in plan.allocations.values() for seed in plan.seeds}
+    runs = [run for run in runs_of(comparison) if (run.experts, run.seed) in wanted]
+    print_comparison(Console(), plan.conditions, plan.allocations, runs)
+
+
+if __name__ == "__main__":
+    main()
