@@ -82,6 +82,12 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
 
     if (options.out / "adapter_config.json").exists() and not results_path(options.out).exists():
         raise ValueError(f"{options.out} holds another adapter; choose another --out")
+    for text in options.compare:
+        if text not in (*NAMES, ALPHALORA) and not Path(text).is_file():
+            raise ValueError(
+                f"cannot compare with {text}: expected one of {', '.join([*NAMES, ALPHALORA])}, or "
+                "an allocation file"
+            )
     allocation, document = read_allocation_file(options.allocation)
     study: dict[str, Any] = document.get("study", {})
     source = _source(options, study)
@@ -137,13 +143,8 @@ def _compared(
             name, other = text, named(text, budget)
         elif text == ALPHALORA:
             name, other = text, allocate(alphalora_scores(source, options.out / SCORES), budget)
-        elif Path(text).is_file():
-            name, other = Path(text).stem, read_allocation_file(Path(text))[0]
         else:
-            raise ValueError(
-                f"cannot compare with {text}: expected one of {', '.join([*NAMES, ALPHALORA])}, or "
-                "an allocation file"
-            )
+            name, other = Path(text).stem, read_allocation_file(Path(text))[0]
         if name == options.allocation.stem or found.get(name, other) != other:
             raise ValueError(
                 f"cannot compare with {text}: another allocation is called {name!r}; rename it"

@@ -104,7 +104,7 @@ def searched_study(
     run_one(study, PRUNED, end="prune")
     run_one(study, Allocation([1, 2, 3, 3, 4, 5]), end="fail")
     for seed in range(1, confirm_seeds + 1):
-        for allocation in candidates(store.records(study), SPEC, 2):
+        for allocation in candidates(store.records(study), SPEC, 2, {}):
             run_one(study, allocation, label="replicate", seed=seed)
     store.set_conclusion(study, conclude(store.records(study), SPEC, confirm_seeds=confirm_seeds))
     return study
