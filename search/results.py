@@ -43,20 +43,38 @@ def print_results(
     say()
     say(chart(allocation, console.encoding))
     say()
-    console.print(_comparison(conclusion))
-    seeds = "one seed"
-    if winner["seeds"] > 1:
-        seeds = f"{winner['seeds']} seeds, one of which chose the finalists, +- standard error"
-    say(f"  objective: validation loss in {spec.objective}, lower is better; mean of {seeds}")
-    if conclusion["fresh_seeds"]:
-        fresh = ", ".join(map(str, conclusion["fresh_seeds"]))
-        say(
-            f"  to uniform: paired difference on the fresh seeds {fresh}, with intervals that "
-            f"hold together at {conclusion['confidence']:.0%} (residual pooled over all rows)"
-        )
+    console.print(comparison(conclusion))
+    for line in footnotes(conclusion, spec):
+        say(f"  {line}")
     say()
     for name, text in commands(settings, url).items():
         say(f"{name + ':':<11}{text}")
+
+
+def footnotes(conclusion: Mapping[str, Any], spec: StudySpec) -> list[str]:
+    """Say what the comparison's columns are, and how much noise there is."""
+    winner = conclusion["table"][0]
+    seeds = "one seed"
+    if winner["seeds"] > 1:
+        seeds = f"{winner['seeds']} seeds, one of which chose the finalists, +- standard error"
+    lines = [f"objective: validation loss in {spec.objective}, lower is better; mean of {seeds}"]
+    if conclusion["fresh_seeds"]:
+        fresh = ", ".join(map(str, conclusion["fresh_seeds"]))
+        lines.append(
+            f"to uniform: paired difference on the fresh seeds {fresh}, with intervals that "
+            f"hold together at {conclusion['confidence']:.0%} (residual pooled over all rows)"
+        )
+    if any(row["dropped"] for row in conclusion["table"]):
+        lines.append("out: clearly behind after so many seeds, and not run on the rest")
+    spread = conclusion["spread"]
+    if spread is not None:
+        lines.append(
+            f"signal to noise: the named allocations differ by {spread['signal']:.4f} (standard "
+            f"deviation), the noise of one proxy is {spread['noise']:.4f}"
+        )
+        if spread["signal"] < spread["noise"]:
+            lines.append("much noise: raise --steps, --validation-rows or --confirm-seeds")
+    return lines
 
 
 def commands(settings: Settings, url: str) -> dict[str, str]:
@@ -90,7 +108,7 @@ def continue_command(settings: Settings) -> str:
     return module_command("run", "--config", str(study_folder(settings) / "config.toml"))
 
 
-def _comparison(conclusion: Mapping[str, Any]) -> Table:
+def comparison(conclusion: Mapping[str, Any]) -> Table:
     """Put the winner, the named allocations and the other finalists side by side."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=True)
     table.add_column("")
@@ -106,7 +124,7 @@ def _comparison(conclusion: Mapping[str, Any]) -> Table:
         known = row["difference"] is not None and not is_reference
         bounded = known and row["low"] is not None
         table.add_row(
-            "*" if place == 0 else "",
+            "*" if place == 0 else f"out, {row['seeds']} seeds" if row["dropped"] else "",
             "uniform"
             if is_reference
             else escape(",".join(row["names"])) or f"trial {row['trial']}",
