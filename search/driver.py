@@ -18,6 +18,7 @@ from optuna.trial import TrialState
 from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
 from search.conclude import CONFIDENCE, candidates, conclude, fresh_seeds, measured
+from search.patience import outlook
 from search.pool import Failed, Job, Memory, Pool, PoolError
 from search.priors.given import Prior
 from search.priors.named import named, named_allocations
@@ -49,12 +50,14 @@ class Rules:
         finalists: The best so many allocations are run again on fresh seeds.
         confirm_seeds: Number of fresh seeds; 0 leaves the winner unconfirmed.
         max_failures: The search stops after so many failures in a row.
+        stop_early: The search proposes no more once nothing is left to gain (`search.patience`).
     """
 
     trials: int
     finalists: int = 3
     confirm_seeds: int = 3
     max_failures: int = 5
+    stop_early: bool = False
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Driver:
     Attributes:
         goal: Distinct allocations to be measured, at most as many as the budget has.
         started: Trials that this driver started.
+        settled: Whether it stopped early, as nothing was left to gain.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Driver:
         self.priors = priors
         self.goal = min(rules.trials, spec.budget.size())
         self.started = 0
+        self.settled = False
         self.notify = notify
         self.stop_requested = stop_requested
         self._open_pool = open_pool
@@ -114,6 +119,7 @@ class Driver:
         self._done: set[Allocation] = set()
         self._failures = 0
         self._exhausted = False
+        self._judged = 0  # allocations that were measured when an early stop was last considered
         self._to_come = 0  # replicates of the seeds that are not yet enqueued, at most
         self._distributions = encoding.distributions(spec.budget)
 
@@ -177,12 +183,27 @@ class Driver:
 
     def _room(self, waiting: list[store.TrialRecord]) -> int:
         """Count the allocations that may still be proposed; those under way are taken."""
-        if self._exhausted:
+        if self._exhausted or self._nothing_to_gain():
             return 0
         under_way = [(run.label, run.job.allocation) for run in self._running.values()]
         under_way += [(record.label, record.allocation) for record in waiting]
         taken = {allocation for label, allocation in under_way if label != store.REPLICATE}
         return self.goal - len(self._done | taken)
+
+    def _nothing_to_gain(self) -> bool:
+        """Judge, once per measured allocation, whether to stop early."""
+        if self.rules.stop_early and not self.settled and self._judged < len(self._done):
+            self._judged = len(self._done)
+            found = outlook(self.study, self.spec.budget, max(1, self.rules.confirm_seeds))
+            if found is not None and found.settled:
+                self.settled = True
+                self.notify(
+                    Note(
+                        f"stops after {len(self._done)} allocations: the best one left would gain "
+                        f"{found.gain:.4f}, and the confirmation resolves {found.resolution:.4f}"
+                    )
+                )
+        return self.settled
 
     def _waiting(self) -> list[store.TrialRecord]:
         """Read which trials are enqueued, by whomever."""

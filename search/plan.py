@@ -32,6 +32,7 @@ class Settings:
     seed: int
     sampler: str
     pruner: str
+    patience: str
     rungs: tuple[int, ...] | None
     finalists: int
     confirm_seeds: int

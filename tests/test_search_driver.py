@@ -23,11 +23,12 @@ from mola.allocation import Allocation, ExpertBudget
 from mola.events import Event, Rung, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
+from search.patience import LEAST
 from search.pool import Failed, Job, Memory
 from search.priors.named import named, named_allocations
 from search.pruner import PairedMedianPruner
 from search.sampler import BudgetSampler
-from search.updates import Ended, Phase, Progress, Update
+from search.updates import Ended, Note, Phase, Progress, Update
 from studies.records import SPEC_ATTR
 from studies.spec import StudySpec
 from studies.store import (
@@ -417,3 +418,22 @@ def test_a_workers_memory_is_told_and_changes_nothing() -> None:
     drive(study, pool, RULES, notify=told.append)
     assert Progress(0, memory) in told
     assert all(record.state == "COMPLETE" for record in records(study))
+
+
+def test_it_stops_early_once_nothing_is_left_to_gain_and_stays_so() -> None:
+    spec = dataclasses.replace(SPEC, total=20, high=9)
+    rules = Rules(trials=60, finalists=1, confirm_seeds=2, stop_early=True)
+    study, notes = fresh_study(spec), []
+    driver = Driver(study, spec, PretendPool, rules, notify=notes.append)
+    driver.run()
+    measured = len(own(study))
+    assert driver.settled
+    assert LEAST <= measured < rules.trials
+    said = [update.text for update in notes if isinstance(update, Note)]
+    assert sum(text.startswith("stops after") for text in said) == 1
+    assert get_conclusion(study) is not None
+
+    again = Driver(study, spec, PretendPool, rules)
+    again.run()
+    assert again.settled
+    assert len(own(study)) == measured

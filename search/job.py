@@ -1,0 +1,200 @@
+"""Run a prepared search: open its study, settle its priors, start its workers, write its files.
+
+What is imported late is what takes long, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from search import config
+from search.cli import user_errors
+from search.plan import Plan
+from search.signals import StopSignals
+
+if TYPE_CHECKING:
+    import optuna
+
+    from search.pool import Pool
+    from search.priors.given import Prior
+    from search.updates import Update
+
+STOPPED_BY_FAILURES = 1
+
+
+def open_study(plan: Plan) -> tuple[optuna.Study, str]:
+    """Open the study, and write the settings beside it."""
+    import optuna
+
+    from search.pruner import make_pruner
+    from search.results import study_folder
+    from search.sampler import make_sampler
+    from studies import store
+    from studies.storage import mask
+
+    settings, name = plan.settings, str(plan.settings.study)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    url = store.storage_url(settings.root, name, settings.storage)
+    sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed)
+    pruner = make_pruner(settings.pruner)
+    study = store.open_study(name, url, plan.spec, sampler=sampler, pruner=pruner)
+    in_force = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    if settings.storage is not None and mask(settings.storage) != settings.storage:
+        in_force["storage"] = None  # a file is no place for a password
+    path = study_folder(settings) / "config.toml"
+    config.write(path, in_force, "Settings of this study: python -m search.run --config FILE")
+    return study, url
+
+
+def settle_priors(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
+    """Measure the priors that need it, before a worker takes the GPU; tell study and sampler."""
+    from search.priors.settle import settle
+    from search.sampler import make_sampler
+
+    settings = plan.settings
+    gpus = settings.gpus_per_worker
+    device = "cpu" if gpus == 0 else "auto" if gpus and gpus > 1 else "any"
+    priors = settle(study, plan.spec, plan.data, plan.priors, device=device, quiet=settings.quiet)
+    if priors:
+        believed = [prior.allocation for prior in priors]
+        study.sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed, believed)
+    return priors
+
+
+def search(
+    plan: Plan, study: optuna.Study, url: str, command: str, priors: tuple[Prior, ...]
+) -> int:
+    """Run the search to its end, and print what it found.
+
+    Args:
+        plan: What is to be done.
+        study: Where it is recorded.
+        url: Of the storage.
+        command: Repeats this run.
+        priors: What it begins with, beside the named allocations.
+
+    Returns:
+        The exit status.
+    """
+    from rich.console import Console
+
+    from search.dashboard import Dashboard
+    from search.display import Board, display
+    from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
+    from search.plan import most_replicates
+    from search.pool import PoolError
+    from search.priors.named import named
+    from search.results import continue_command
+    from studies.store import records
+
+    settings, budget = plan.settings, plan.spec.budget
+    board = Board(
+        title=study.study_name,
+        uniform=named("5555", budget),
+        steps=settings.steps,
+        highest=max(budget.highs),
+        later=most_replicates(settings, budget),
+    )
+    board.recall(records(study))
+    rules = Rules(
+        settings.trials,
+        settings.finalists,
+        settings.confirm_seeds,
+        settings.max_failures,
+        stop_early=settings.patience == "auto",
+    )
+    dashboard = Dashboard(study)
+    with StopSignals() as signals:
+        try:
+            with display(board, Console(stderr=True), quiet=settings.quiet) as show:
+
+                def notify(update: Update) -> None:
+                    show(update)
+                    dashboard.apply(update)
+
+                driver = Driver(
+                    study,
+                    plan.spec,
+                    lambda: _begin(plan, study, command, signals),
+                    rules,
+                    priors=priors,
+                    notify=notify,
+                    stop_requested=signals.requested,
+                )
+                conclusion = driver.run()
+        except (StopRequestedError, TooManyFailuresError, PoolError) as error:
+            stopped = signals.received
+            click.echo(
+                "Stopped; the trials under way start again." if stopped else f"Error: {error}",
+                err=True,
+            )
+            click.echo(f"To go on: {continue_command(settings)}", err=True)
+            return 128 + stopped if stopped else STOPPED_BY_FAILURES
+    if not driver.started and not settings.quiet:
+        done = f"{driver.goal} allocations are measured; a higher --trials goes on with it"
+        if driver.settled:
+            done = "nothing is left to gain; --patience none goes on with it"
+        click.echo(f"The study {study.study_name} is finished: {done}", err=True)
+    return _finish(plan, study, url, conclusion)
+
+
+def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
+    """Record that this command runs trials, and start the workers."""
+    from search.plan import most_replicates
+    from studies.provenance import note_run
+
+    settings, budget = plan.settings, plan.spec.budget
+    note_run(
+        study,
+        command,
+        train_rows=len(plan.data.train),
+        validation_rows=len(set(plan.data.validation["row"])),
+        goal=min(settings.trials, budget.size()),
+        replicates=most_replicates(settings, budget),
+    )
+    return _open_pool(plan, signals)
+
+
+def _open_pool(plan: Plan, signals: StopSignals) -> Pool:
+    """Start the workers."""
+    from search.proxy import Task
+    from search.workers import RayPool
+
+    settings, spec = plan.settings, plan.spec
+    task = Task(spec.model, spec.adapter, spec.train)
+    with user_errors():
+        pool = RayPool(
+            task,
+            plan.data,
+            workers=settings.workers,
+            gpus_per_worker=settings.gpus_per_worker,
+            address=settings.address,
+        )
+    signals.install()  # Ray takes SIGTERM for itself
+    return pool
+
+
+def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any]) -> int:
+    """Write the files of a finished search, and print its results."""
+    from rich.console import Console
+
+    from search.dashboard import refresh
+    from search.report import write_report
+    from search.results import print_results, study_folder
+    from studies.export import allocation_document
+    from studies.files import write_json_atomic
+    from studies.store import write_trials_csv
+
+    refresh(study)
+    folder = study_folder(plan.settings)
+    write_trials_csv(study, folder / "trials.csv")
+    if conclusion["winner"] is None:
+        click.echo(f"Error: {conclusion['text']}; see {folder / 'trials.csv'}", err=True)
+        return STOPPED_BY_FAILURES
+    write_json_atomic(folder / "allocation.json", allocation_document(study))
+    write_report(study, plan.settings.root, plan.settings.storage)
+    print_results(Console(), conclusion, plan.settings, plan.spec, url)
+    return 0
