@@ -34,6 +34,14 @@ class Siblings:
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}  # by the layer's place
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what one forward pass has put aside."""
+        return {"layers": self.layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin with nothing put aside."""
+        self.__init__(state["layers"])  # type: ignore[misc]
+
     def products(self, layer: MolaLayer, x: Tensor, adapter: str) -> Tensor:
         """Return a layer's gated low-rank products, [S, N * r].
 
@@ -42,7 +50,9 @@ class Siblings:
             x: [..., d_in], its input.
             adapter: Name of an adapter that the layer has.
         """
-        place = next(i for i, sibling in enumerate(self.layers) if sibling is layer)
+        place = next((i for i, sibling in enumerate(self.layers) if sibling is layer), None)
+        if place is None:  # a replica, as `nn.DataParallel` makes them
+            return layer.compute([layer], x, adapter)[0]
         call = (
             adapter,
             layer.training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -111,3 +112,21 @@ def test_what_a_hook_sees_of_the_base_layer_is_not_written_over() -> None:
     base = nn.functional.linear(x, layer.base_layer.weight, layer.base_layer.bias)
     torch.testing.assert_close(seen[0], base)
     assert not torch.equal(output, base)
+
+
+def test_a_copy_has_siblings_of_its_own_and_nothing_put_aside() -> None:
+    layers = nn.ModuleList(related(make_layers()))
+    x = draw()
+    layers[0](x)  # the others' parts are put aside, with the graph that they hang on
+    copies = copy.deepcopy(layers)
+    assert [layer.siblings.layers for layer in copies] == [list(copies)] * 3
+    for mine, theirs in zip(copies, layers, strict=True):
+        torch.testing.assert_close(mine(x), theirs(x))
+
+
+def test_a_replica_computes_for_itself() -> None:
+    """What `nn.DataParallel` runs is a shallow copy of a layer."""
+    layers = related(make_layers())
+    x = draw()
+    replica = copy.copy(layers[1])
+    torch.testing.assert_close(replica(x), layers[1](x))
