@@ -20,6 +20,7 @@ from optuna_dashboard import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 
 import search.dashboard
+import search.job
 import search.pruner
 import search.report
 import search.run
@@ -38,7 +39,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
     """Pools that the command is given, one after the other; a fresh one when they run out."""
     waiting: list[PretendPool] = []
     monkeypatch.setattr(
-        search.run, "_open_pool", lambda *_: waiting.pop(0) if waiting else PretendPool()
+        search.job, "_open_pool", lambda *_: waiting.pop(0) if waiting else PretendPool()
     )
     return waiting
 

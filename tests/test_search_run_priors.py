@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from optuna_dashboard._note import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
-from test_search_run import Run, error_line, pools, run, study_records
+from test_search_run import Run, error_line, pools, reports, run, study_records
 
 import search.priors.settle
 import search.run
@@ -20,7 +20,7 @@ from search.priors.measure import Request
 from studies.records import get_priors, study_spec
 from studies.store import load_study
 
-__all__ = ["no_waiting_for_the_disk", "pools", "run"]
+__all__ = ["no_waiting_for_the_disk", "pools", "reports", "run"]
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
@@ -211,7 +211,7 @@ def test_bounds_per_layer_hold_in_every_trial_and_in_the_export(run: Run) -> Non
     assert all(r.allocation in budget for r in records)
     document = json.loads(Path("runs/mine/allocation.json").read_text())
     assert document["experts_per_layer"][1] == 4
-    assert "<code>1 4 2x2 to 6 4 6x2</code>" in get_note(mine())
+    assert "1 4 2x2 to 6 4 6x2" in get_note(mine())
     other = error_line(run("--fix", "1=5", min_experts="1x2 2x2", trials=8))
     assert "(--min-experts, --fix): '1 5 2x2' here, '1 4 2x2' in the study" in other
 
