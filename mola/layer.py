@@ -64,14 +64,14 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.scaling: dict[str, float] = {}
         self.aux_coef: dict[str, float] = {}
         self.routing = routing
-        self.balance: Tensor | None = None
+        self.balance: dict[str, Tensor] = {}  # of the last forward pass, by adapter
         self.siblings = Siblings([self])
         self.add_adapter(adapter_name, config, num_experts)
         self.train(base_layer.training)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the last forward pass's balance: a graph hangs on it, and cannot be copied."""
-        return {**self.__dict__, "balance": None}
+        return {**self.__dict__, "balance": {}}
 
     def add_adapter(self, adapter_name: str, config: MolaConfig, num_experts: int) -> None:
         """Add fresh experts under a name; B is zero, so the layer's output does not change."""
@@ -181,7 +181,8 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
 
     def _measure(self, logits: Tensor, share: Tensor, name: str) -> None:
         if self.training and self.aux_coef[name] > 0:
-            self.balance = router_load(logits, share, self.routing.token_mask)
+            load = router_load(logits, share, self.routing.token_mask)
+            self.balance = {**self.balance, name: load}  # a replica shares the dictionary
         if self.routing.record is not None:
             self.routing.record.add(self.key, logits, share, self.routing.token_mask)
 

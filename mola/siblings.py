@@ -36,6 +36,10 @@ class Siblings:
     The first call computes for all of them, the others find their part. What a layer is called with
     decides: with another tensor than its sibling it computes for itself, and for them, again.
 
+    Not noticed is a change of the weights between two calls with the very same tensor, which no
+    pass through a model makes. The siblings' outputs hang on one graph: a `backward` from each by
+    itself needs `retain_graph`, and they are checkpointed together or not at all.
+
     Args:
         layers: At least one.
     """
