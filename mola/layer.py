@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.pytorch_utils import Conv1D
 
 from mola.config import MolaConfig
-from mola.mixture import draw_dropped, gated_products
+from mola.mixture import Gated, draw_dropped, gated_products
 from mola.routing import Routing, router_load
 from mola.siblings import Siblings
 
@@ -63,10 +64,14 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.scaling: dict[str, float] = {}
         self.aux_coef: dict[str, float] = {}
         self.routing = routing
-        self.balance: Tensor | None = None
+        self.balance: dict[str, Tensor] = {}  # of the last forward pass, by adapter
         self.siblings = Siblings([self])
         self.add_adapter(adapter_name, config, num_experts)
         self.train(base_layer.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the last forward pass's balance: a graph hangs on it, and cannot be copied."""
+        return {**self.__dict__, "balance": {}}
 
     def add_adapter(self, adapter_name: str, config: MolaConfig, num_experts: int) -> None:
         """Add fresh experts under a name; B is zero, so the layer's output does not change."""
@@ -104,9 +109,8 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         router = _weight(routers[adapter_name]) if adapter_name in routers else None
         for expert in range(self.num_experts[adapter_name]):
             generator = torch.Generator().manual_seed(_expert_seed(seed, self.key, expert))
-            fresh = torch.empty(r + 1, self.in_features).uniform_(
-                -bound, bound, generator=generator
-            )
+            fresh = torch.empty(r + 1, self.in_features, dtype=torch.float32, device="cpu")
+            fresh.uniform_(-bound, bound, generator=generator)
             A[expert * r : (expert + 1) * r] = fresh[:r]
             if router is not None:
                 router[expert] = fresh[r]
@@ -125,15 +129,17 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         """
         base = self.base_layer
         names = [n for n in self.active_adapters if n in self.lora_A and not self.disable_adapters]
-        # a plain linear layer's output is ours alone, and what is added to it needs no copy
-        alone = bool(names) and type(base) is nn.Linear and not base._forward_hooks
+        # where nobody else sees the base layer's output, what is added to it needs no copy
+        alone = bool(names) and _unobserved(base)
         result: Tensor = base(x.reshape(-1, x.shape[-1]) if alone else x, *args, **kwargs)
         for name in names:
             result = self._add_mixture(result, x, name, in_place=alone)
         return result.view(*x.shape[:-1], self.out_features) if alone else result
 
     def _add_mixture(self, result: Tensor, x: Tensor, name: str, *, in_place: bool) -> Tensor:
-        gated = self.siblings.products(self, x, name)  # [S, N * r]
+        gated, logits, share = self.siblings.gated(self, x, name)
+        if logits is not None and share is not None:
+            self._measure(logits, share, name)
         B = _weight(self.lora_B[name]).to(gated.dtype)
         if in_place and result.dtype == gated.dtype:
             return result.addmm_(gated, B.t())
@@ -141,7 +147,7 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             mixture = gated @ B.t()
         return result + mixture.to(result.dtype).view(result.shape)
 
-    def compute(self, layers: list[MolaLayer], x: Tensor, name: str) -> Sequence[Tensor]:
+    def compute(self, layers: list[MolaLayer], x: Tensor, name: str) -> Iterator[Gated]:
         """Compute the gated low-rank products of layers that read the same input.
 
         Args:
@@ -150,7 +156,7 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             name: The adapter's name.
 
         Returns:
-            [S, N * r] for each of the layers.
+            For each of the layers, what `Gated` holds, without the dimension of the modules.
         """
         tokens = x.reshape(-1, x.shape[-1])  # [S, d_in]
         scale, dropped = self.scaling[name], None
@@ -169,15 +175,14 @@ class MolaLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             gated = gated_products(
                 tokens, A, routers, top_k=self.top_k[name], scale=scale, dropped=dropped
             )
-            if gated.logits is not None and gated.gates is not None:
-                parts = zip(gated.logits.unbind(1), gated.gates.unbind(1), strict=True)
-                for layer, (logits, share) in zip(layers, parts, strict=True):
-                    layer._measure(logits, share, name)
-        return gated.products.unbind(1)
+        missing = [None] * len(layers)
+        parts = (missing if part is None else part.unbind(1) for part in gated)
+        return map(Gated, *parts)
 
     def _measure(self, logits: Tensor, share: Tensor, name: str) -> None:
         if self.training and self.aux_coef[name] > 0:
-            self.balance = router_load(logits, share, self.routing.token_mask)
+            load = router_load(logits, share, self.routing.token_mask)
+            self.balance = {**self.balance, name: load}  # a replica shares the dictionary
         if self.routing.record is not None:
             self.routing.record.add(self.key, logits, share, self.routing.token_mask)
 
@@ -206,6 +211,18 @@ def _empty_linear(d_in: int, d_out: int, like: nn.Module) -> nn.Linear:
     linear = nn.Linear(d_in, d_out, bias=False, device="meta")
     linear.weight = nn.Parameter(torch.empty(d_out, d_in, dtype=dtype, device=_weight(like).device))
     return linear
+
+
+def _unobserved(base: nn.Module) -> bool:
+    """Whether a base layer is a plain linear one, without hooks or a `forward` of its own."""
+    hooks = (
+        base._forward_pre_hooks,
+        base._forward_hooks,
+        base._backward_pre_hooks,
+        base._backward_hooks,
+    )
+    plain = type(base) is nn.Linear and "forward" not in vars(base)
+    return plain and not any(hooks) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def _weight(linear: nn.Module) -> Tensor:

@@ -73,9 +73,10 @@ def draw_dropped(x: Tensor, p: float) -> Tensor:
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
     size = x.numel()
     expected = int(size * p + 8 * math.sqrt(size * p)) + 16  # more are needed once in 1e15 times
-    positions = torch.empty(0, dtype=torch.int64)
+    positions = torch.empty(0, dtype=torch.int64, device=x.device)
     while len(positions) == 0 or int(positions[-1]) < size:
-        gaps = torch.rand(expected).neg_().log1p_().mul_(1 / math.log1p(-p)).to(torch.int64).add_(1)
+        drawn = torch.rand(expected, dtype=torch.float32, device=x.device)
+        gaps = drawn.neg_().log1p_().mul_(1 / math.log1p(-p)).to(torch.int64).add_(1)
         start = int(positions[-1]) if len(positions) else -1
         positions = torch.cat([positions, gaps.cumsum(0).add_(start)])
     return positions[: int(torch.searchsorted(positions, size))]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from mola.mixture import Gated
 
 if TYPE_CHECKING:
     from mola.layer import MolaLayer
@@ -18,11 +21,24 @@ NAMES = (
 """What the model families call linear layers of one parent that read the same tensor."""
 
 
+class _Aside(threading.local):
+    """What one forward pass has put aside; another thread's pass has its own."""
+
+    def __init__(self) -> None:
+        self.call: tuple[Any, ...] = ()
+        self.input: Tensor | None = None
+        self.parts: dict[int, Gated] = {}  # by the layer's place
+
+
 class Siblings:
     """Layers that are expected to be called one after the other with the same tensor.
 
     The first call computes for all of them, the others find their part. What a layer is called with
     decides: with another tensor than its sibling it computes for itself, and for them, again.
+
+    Not noticed is a change of the weights between two calls with the very same tensor, which no
+    pass through a model makes. The siblings' outputs hang on one graph: a `backward` from each by
+    itself needs `retain_graph`, and they are checkpointed together or not at all.
 
     Args:
         layers: At least one.
@@ -30,9 +46,7 @@ class Siblings:
 
     def __init__(self, layers: list[MolaLayer]) -> None:
         self.layers = layers
-        self._call: tuple[Any, ...] = ()
-        self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}  # by the layer's place
+        self._aside = _Aside()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what one forward pass has put aside."""
@@ -42,8 +56,8 @@ class Siblings:
         """Begin with nothing put aside."""
         self.__init__(state["layers"])  # type: ignore[misc]
 
-    def products(self, layer: MolaLayer, x: Tensor, adapter: str) -> Tensor:
-        """Return a layer's gated low-rank products, [S, N * r].
+    def gated(self, layer: MolaLayer, x: Tensor, adapter: str) -> Gated:
+        """Return a layer's part of what `MolaLayer.compute` computes.
 
         Args:
             layer: One of the siblings.
@@ -52,19 +66,21 @@ class Siblings:
         """
         place = next((i for i, sibling in enumerate(self.layers) if sibling is layer), None)
         if place is None:  # a replica, as `nn.DataParallel` makes them
-            return layer.compute([layer], x, adapter)[0]
+            return next(layer.compute([layer], x, adapter))
         call = (
             adapter,
             layer.training,
             torch.is_grad_enabled(),
+            x.requires_grad,
             torch.is_autocast_enabled(x.device.type),
             0 if x.is_inference() else x._version,
         )
-        if self._input is not x or self._call != call or place not in self._parts:
+        aside = self._aside
+        if aside.input is not x or aside.call != call or place not in aside.parts:
             members = [i for i, sibling in enumerate(self.layers) if adapter in sibling.lora_A]
             parts = layer.compute([self.layers[i] for i in members], x, adapter)
-            self._input, self._call, self._parts = x, call, dict(zip(members, parts, strict=True))
-        part = self._parts.pop(place)
-        if not self._parts:
-            self._input = None  # all are served; do not keep the tensor alive
+            aside.input, aside.call, aside.parts = x, call, dict(zip(members, parts, strict=True))
+        part = aside.parts.pop(place)
+        if not aside.parts:
+            aside.input = None  # all are served; do not keep the tensor alive
         return part

@@ -120,13 +120,13 @@ class MolaTuner(BaseTuner):
         """
         adds_balance = self.training and self.balances
         mask = kwargs.get("attention_mask") if token_mask is None else token_mask
-        if adds_balance and self._balance.router_aux_loss_variant == "pooled":
+        if adds_balance and self._balanced[1].router_aux_loss_variant == "pooled":
             mask = None
         self.routing.token_mask = mask.bool() if mask is not None and mask.dim() == 2 else None
         if adds_balance:
             for module in self.modules():
                 if isinstance(module, MolaLayer):
-                    module.balance = None
+                    module.balance = {}
         output = self.model(*args, **kwargs)
         if not adds_balance:
             return output
@@ -141,14 +141,15 @@ class MolaTuner(BaseTuner):
     @property
     def balances(self) -> bool:
         """Whether an active adapter has a balance loss."""
-        return self._balance.router_aux_loss_coef > 0
+        return self._balanced[1].router_aux_loss_coef > 0
 
     @property
-    def _balance(self) -> MolaConfig:
-        """The configuration in force: of the active adapter that weighs the balance loss most."""
-        configs = [self.peft_config[name] for name in self.active_adapters]
+    def _balanced(self) -> tuple[str, MolaConfig]:
+        """The active adapter that weighs the balance loss most: its name and configuration."""
+        named = [(name, self.peft_config[name]) for name in self.active_adapters]
         return max(
-            (c for c in configs if isinstance(c, MolaConfig)), key=lambda c: c.router_aux_loss_coef
+            ((name, config) for name, config in named if isinstance(config, MolaConfig)),
+            key=lambda pair: pair[1].router_aux_loss_coef,
         )
 
     def balance_loss(self) -> Tensor:
@@ -159,15 +160,17 @@ class MolaTuner(BaseTuner):
         Raises:
             ValueError: If its gradient is lost to reentrant gradient checkpointing.
         """
+        name, config = self._balanced
         per_layer: dict[int, list[Tensor]] = {}
         for module in self.modules():
-            if isinstance(module, MolaLayer) and module.balance is not None:
-                per_layer.setdefault(self._layer_of(module.key), []).append(module.balance)
-                if torch.is_grad_enabled() and not module.balance.requires_grad:
+            if isinstance(module, MolaLayer) and name in module.balance:
+                load = module.balance[name]
+                per_layer.setdefault(self._layer_of(module.key), []).append(load)
+                if torch.is_grad_enabled() and not load.requires_grad:
                     _check_frozen(module)
         if not per_layer:
             return torch.zeros((), device=next(self.parameters()).device)
-        pooled = self._balance.router_aux_loss_variant == "pooled"
+        pooled = config.router_aux_loss_variant == "pooled"
         device = next(iter(per_layer.values()))[0].device
         losses = torch.stack(
             [
@@ -175,7 +178,7 @@ class MolaTuner(BaseTuner):
                 for loads in per_layer.values()
             ]
         )
-        return (losses.sum() if pooled else losses.mean()) * self._balance.router_aux_loss_coef
+        return (losses.sum() if pooled else losses.mean()) * config.router_aux_loss_coef
 
     def _check_merge_allowed(self) -> None:
         raise ValueError(

@@ -209,3 +209,23 @@ def test_the_variant_is_saved_and_unknown_ones_are_refused(
     assert '"router_aux_loss_variant": "pooled"' in (tmp_path / "adapter_config.json").read_text()
     with pytest.raises(ValueError, match="variant='mean' of the MoLA config must be per_router or"):
         MolaConfig(experts=(2,), router_aux_loss_variant="mean")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_of_two_active_adapters_the_one_that_weighs_most_is_balanced(
+    tiny_model: PreTrainedModel, variant: str
+) -> None:
+    """Fresh experts add nothing, so that the other adapter does not change what a router reads."""
+    model = attach(tiny_model, variant)
+    model(input_ids=IDS, attention_mask=MASK)
+    alone = model.base_model.balance_loss()
+    for name, experts, coef in (("light", (2, 2, 2, 2), 0.1), ("none", (1, 3, 4, 2), 0.0)):
+        model.add_adapter(
+            name, MolaConfig(experts=experts, lora_dropout=0.0, router_aux_loss_coef=coef)
+        )
+        model.base_model.set_adapter([name, "default"])
+        model(input_ids=IDS, attention_mask=MASK)
+        torch.testing.assert_close(model.base_model.balance_loss(), alone)
+        model.base_model.set_adapter(["default", name])
+        model(input_ids=IDS, attention_mask=MASK)
+        torch.testing.assert_close(model.base_model.balance_loss(), alone)

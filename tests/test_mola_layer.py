@@ -164,6 +164,20 @@ def test_experts_start_alike_whatever_the_allocation() -> None:
     )
 
 
+def test_experts_start_alike_whatever_torchs_defaults() -> None:
+    base = nn.Linear(6, 5)
+    config = MolaConfig(experts=(3,), init_seed=1)
+    usual = MolaLayer(base, "default", config, 3, "layers.0.q", Routing())
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            other = MolaLayer(base, "default", config, 3, "layers.0.q", Routing())
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(usual.lora_A["default"].weight, other.lora_A["default"].weight)
+
+
 def test_experts_start_apart_from_each_other() -> None:
     A = make_layer(4).lora_A["default"].weight
     assert len({tuple(row.tolist()) for row in A}) == len(A)

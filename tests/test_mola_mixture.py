@@ -93,3 +93,17 @@ def test_dropping_follows_the_default_generator() -> None:
         torch.manual_seed(seed)
         draws.append(draw_dropped(torch.zeros(50, 50), 0.1).tolist())
     assert draws[0] == draws[1] != draws[2]
+
+
+def test_dropping_does_not_depend_on_torchs_defaults() -> None:
+    x = torch.zeros(50, 50)
+    torch.manual_seed(1)
+    expected = draw_dropped(x, 0.1)
+    torch.manual_seed(1)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(draw_dropped(x, 0.1), expected)
+    finally:
+        torch.set_default_dtype(default)

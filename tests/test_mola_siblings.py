@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from mola.config import MolaConfig
 from mola.layer import MolaLayer
-from mola.routing import Routing
+from mola.routing import Routing, RoutingRecord
 from mola.siblings import Siblings
 
 
-def make_layers(num_experts: int = 3, dropout: float = 0.0) -> list[MolaLayer]:
-    config = MolaConfig(experts=(num_experts,), r=2, lora_dropout=dropout, init_seed=0)
+def make_layers(num_experts: int = 3, dropout: float = 0.0, coef: float = 0.0) -> list[MolaLayer]:
+    config = MolaConfig(
+        experts=(num_experts,), r=2, lora_dropout=dropout, init_seed=0, router_aux_loss_coef=coef
+    )
     layers = []
     for number, name in enumerate(("q", "k", "v")):
         torch.manual_seed(number)
@@ -103,17 +107,6 @@ def test_the_input_is_let_go_once_all_are_served() -> None:
     assert gone() is None
 
 
-def test_what_a_hook_sees_of_the_base_layer_is_not_written_over() -> None:
-    layer = make_layers()[0]
-    seen: list[Tensor] = []
-    layer.base_layer.register_forward_hook(lambda *call: seen.append(call[-1]))
-    x = draw()
-    output = layer(x)
-    base = nn.functional.linear(x, layer.base_layer.weight, layer.base_layer.bias)
-    torch.testing.assert_close(seen[0], base)
-    assert not torch.equal(output, base)
-
-
 def test_a_copy_has_siblings_of_its_own_and_nothing_put_aside() -> None:
     layers = nn.ModuleList(related(make_layers()))
     x = draw()
@@ -130,3 +123,56 @@ def test_a_replica_computes_for_itself() -> None:
     x = draw()
     replica = copy.copy(layers[1])
     torch.testing.assert_close(replica(x), layers[1](x))
+
+
+def test_each_thread_has_its_own_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = related(make_layers())
+    computed: list[Tensor] = []
+    compute = MolaLayer.compute
+
+    def count(layer: MolaLayer, together: list[MolaLayer], x: Tensor, name: str) -> object:
+        computed.append(x)
+        return compute(layer, together, x, name)
+
+    monkeypatch.setattr(MolaLayer, "compute", count)
+    x, y = draw(1), draw(2)
+    layers[0](x)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(layers[0], y).result()
+        layers[1](x)
+        pool.submit(layers[1], y).result()
+    assert [id(tensor) for tensor in computed] == [id(x), id(y)]
+
+
+def test_what_is_measured_is_what_a_layer_was_called_with() -> None:
+    alone, shared = make_layers(coef=0.1), related(make_layers(coef=0.1))
+    for layers in (alone, shared):
+        for layer in layers:
+            layer.train().routing.record = RoutingRecord()
+        layers[0](draw(1))
+        layers[1](draw(2)[:1])
+    for mine, theirs in zip(shared[:2], alone[:2], strict=True):
+        torch.testing.assert_close(mine.balance, theirs.balance)
+        assert mine.balance
+        assert mine.routing.record is not None and theirs.routing.record is not None
+        assert mine.routing.record.modules() == theirs.routing.record.modules()
+    assert not shared[2].balance  # it was not called
+
+
+def test_an_input_that_wants_a_gradient_later_gets_it() -> None:
+    alone, shared = make_layers(), related(make_layers())
+    x = draw().detach()
+    shared[0](x)
+    x.requires_grad_()
+    wanted, got = (torch.autograd.grad(layers[1](x).sum(), x)[0] for layers in (alone, shared))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_layer_can_be_copied_after_a_training_pass_with_a_balance_loss() -> None:
+    layers = nn.ModuleList(related(make_layers(coef=0.1))).train()
+    x = draw()
+    for layer in layers:
+        layer(x)
+    for mine, theirs in zip(copy.deepcopy(layers), layers, strict=True):
+        assert theirs.balance and not mine.balance
+        torch.testing.assert_close(mine(x), theirs(x))
