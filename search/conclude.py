@@ -142,8 +142,8 @@ def _dropped(
 def _spread(values: Values, spec: StudySpec, fresh: Sequence[int]) -> dict[str, float] | None:
     """Measure signal and noise on the named allocations, which no result has chosen."""
     names = named_allocations(spec.budget)
-    whole = {spec.seed, *fresh}
-    found = spread({a: v for a, v in values.items() if a in names and whole <= set(v)})
+    all_ran = {spec.seed, *fresh[:BLOCKS]}  # those included that dropped out later
+    found = spread({a: v for a, v in values.items() if a in names and all_ran <= set(v)})
     return None if found is None else {"signal": found.signal, "noise": found.noise}
 
 

@@ -26,7 +26,7 @@ from search.race import BLOCKS, still_racing
 from search.sampler import BudgetExhausted, posterior_means
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from studies import encoding, store
-from studies.records import PRIOR
+from studies.records import LABEL_ATTR, PRIOR
 from studies.spec import StudySpec
 
 POLL_SECONDS = 0.5
@@ -345,7 +345,13 @@ class Driver:
         clearly behind after some of them does not run on the rest (`search.race`).
         """
         records = store.records(self.study)
-        estimates = posterior_means(self.study, self.spec.budget)
+        # without the replicates, so that their results do not change who is confirmed
+        searched = [
+            trial
+            for trial in self.study.get_trials(deepcopy=False)
+            if trial.user_attrs.get(LABEL_ATTR) != store.REPLICATE
+        ]
+        estimates = posterior_means(self.study, self.spec.budget, searched)
         field = candidates(records, self.spec, self.rules.finalists, estimates)
         seeds = fresh_seeds(self.spec, self.rules.confirm_seeds)
         uniform = named("5555", self.spec.budget)

@@ -65,7 +65,7 @@ def footnotes(conclusion: Mapping[str, Any], spec: StudySpec) -> list[str]:
             f"hold together at {conclusion['confidence']:.0%} (residual pooled over all rows)"
         )
     if any(row["dropped"] for row in conclusion["table"]):
-        lines.append("out: clearly behind after so many seeds, and not run on the rest")
+        lines.append("out: clearly behind after some of these seeds, and not run on the rest")
     spread = conclusion["spread"]
     if spread is not None:
         lines.append(
@@ -124,7 +124,7 @@ def comparison(conclusion: Mapping[str, Any]) -> Table:
         known = row["difference"] is not None and not is_reference
         bounded = known and row["low"] is not None
         table.add_row(
-            "*" if place == 0 else f"out, {row['seeds']} seeds" if row["dropped"] else "",
+            "*" if place == 0 else "out" if row["dropped"] else "",
             "uniform"
             if is_reference
             else escape(",".join(row["names"])) or f"trial {row['trial']}",

@@ -84,14 +84,22 @@ class BudgetSampler(JointSampler):
         return propose(works, self._features, observations, waiting, taken, rng)
 
 
-def posterior_means(study: Study, budget: ExpertBudget) -> dict[Allocation, float]:
+def posterior_means(
+    study: Study, budget: ExpertBudget, trials: Sequence[FrozenTrial] | None = None
+) -> dict[Allocation, float]:
     """Estimate the objective of every measured allocation with the noise taken out.
+
+    Args:
+        study: whose direction counts.
+        budget: of the allocations.
+        trials: what the estimates rest on; None is all of the study's.
 
     Returns:
         The model's mean per allocation, in the study's units and at the level of the commonest
         seed; empty without a finished trial.
     """
-    history = read_history(all_trials(study), budget, study.direction)
+    trials = all_trials(study) if trials is None else trials
+    history = read_history(trials, budget, study.direction)
     if not history.measured:
         return {}
     model = fit(FeatureMap(budget), history.observations)

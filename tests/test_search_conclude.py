@@ -177,3 +177,8 @@ def test_signal_and_noise_are_those_of_the_named_allocations() -> None:
     assert result["spread"]["signal"] == pytest.approx(1.025 / math.sqrt(2), rel=0.02)
     assert result["spread"]["noise"] < 0.05
     assert conclusion({UNIFORM: [1.0, 1.1, 0.9, 1.0]})["spread"] is None
+
+
+def test_a_named_allocation_that_dropped_out_counts_as_signal() -> None:
+    result = conclusion({UNIFORM: [1.0, 1.1, 0.9, 1.0], TRIANGLE: [2.0, 2.1, 1.9, None]})
+    assert result["spread"]["signal"] == pytest.approx(1 / math.sqrt(2), rel=0.02)

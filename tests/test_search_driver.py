@@ -437,3 +437,18 @@ def test_it_stops_early_once_nothing_is_left_to_gain_and_stays_so() -> None:
     again.run()
     assert again.settled
     assert len(own(study)) == measured
+
+
+def test_a_finished_search_stays_finished_whatever_the_replicates_said() -> None:
+    """Who is confirmed follows from the search alone, even where all is noise."""
+    spec = dataclasses.replace(SPEC, total=20, high=9)
+    rules = Rules(trials=24, finalists=3, confirm_seeds=3)
+
+    def noise(job: Job) -> list[Event | Failed]:
+        return [finished(hash((job.allocation.experts, 31 * job.seed)) % 1000 / 1e3)]
+
+    study, pool = fresh_study(spec), PretendPool(script=noise)
+    first = drive(study, pool, rules, spec)
+    again = PretendPool(script=noise)
+    assert drive(study, again, rules, spec) == first
+    assert again.jobs == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def printed(result: dict[str, Any]) -> str:
     return out.getvalue()
 
 
-def test_who_dropped_out_is_marked_with_its_seeds() -> None:
+def test_who_dropped_out_is_marked() -> None:
     result = conclusion(
         {
             UNIFORM: [1.2, 1.3, 1.1, 1.2],
@@ -27,7 +28,7 @@ def test_who_dropped_out_is_marked_with_its_seeds() -> None:
         }
     )
     text = printed(result)
-    assert "out, 3 seeds" in text
+    assert re.search(r"^ *out +trial 20 ", text, re.MULTILINE)
     assert any(line.startswith("out: clearly behind") for line in footnotes(result, SPEC))
     whole = conclusion({UNIFORM: [1.0] * 4, FOUND: [1.1, 1.2, 1.0, 1.1]})
     assert "out" not in printed(whole)
