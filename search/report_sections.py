@@ -97,6 +97,16 @@ def _comparison(findings: Findings) -> Section:
             f"hold together at {findings.conclusion['confidence']:.0%} (Bonferroni), with the "
             "residual pooled over all rows."
         )
+    dropped = [
+        findings.called(Allocation(row["experts"]), row["trial"])
+        for row in findings.rows
+        if row.get("dropped")
+    ]
+    if dropped:
+        text.append(
+            f"Clearly behind after some of the fresh seeds, and not run on the rest: "
+            f"{', '.join(dropped)}. Their numbers rest on the seeds that they ran."
+        )
     columns = ("allocation", "loss", "accuracy", "to uniform", "interval")
     shown = len(columns) if fresh else 3
     caption = (

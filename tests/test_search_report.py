@@ -24,6 +24,8 @@ from search.priors.named import named
 from search.report import main, write_report
 from search.report_sections import verdict
 from search.retrain_file import Conditions, Run, Scores
+from studies.records import get_conclusion
+from studies.store import set_conclusion
 
 __all__ = ["no_waiting_for_the_disk"]
 VOID = {"meta", "path", "use", "rect", "br"}
@@ -268,3 +270,16 @@ def test_full_fine_tunes_stand_beside_the_short_runs(tmp_path: Path) -> None:
     assert re.search(r"8642</td><td>18</td><td>0\.\d{4} ± 0.0050</td><td>80.0%</td>", section)
     assert section.index(">8642<") < section.index(">2468<")  # the lowest loss first
     Page(html)
+
+
+def test_who_dropped_out_of_the_race_is_named(tmp_path: Path) -> None:
+    study = searched_study()
+    write_report(study, tmp_path, None)
+    path = tmp_path / study.study_name / "report.md"
+    assert "not run on the rest" not in path.read_text(encoding="utf-8")
+    conclusion = get_conclusion(study)
+    assert conclusion is not None
+    conclusion["table"][-1]["dropped"] = True
+    set_conclusion(study, conclusion)
+    write_report(study, tmp_path, None)
+    assert "not run on the rest: " in path.read_text(encoding="utf-8")
