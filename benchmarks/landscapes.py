@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mola.allocation import ExpertBudget
-from search.moves import Floats, Ints, Space, best_additive
+from search.sampler.moves import Floats, Ints, Space, best_additive
 
 Value = Callable[[Ints], Floats]  # counts [M, L] to values [M], lower is better
 

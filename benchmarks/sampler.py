@@ -25,9 +25,9 @@ import optuna
 from landscapes import LANDSCAPES, Landscape
 
 from mola.allocation import Allocation, ExpertBudget
-from search.moves import Floats
 from search.priors.named import named_allocations
 from search.sampler import SAMPLERS, make_sampler, posterior_means
+from search.sampler.moves import Floats
 from studies.encoding import distributions, from_params, to_params
 
 NOISE = 0.15  # of the gap

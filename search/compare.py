@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from search.cli import Command, Number, Whole, option, positive, study_options, user_errors
-from search.retrain_options import full_training_options
-from search.retrain_plan import Options, Plan, prepare
-from search.signals import StopSignals
-from search.terminal import calm_libraries, warnings_as_lines
+from search.console.cli import Command, Number, Whole, option, positive, study_options, user_errors
+from search.console.signals import StopSignals
+from search.console.terminal import calm_libraries, warnings_as_lines
+from search.full.options import full_training_options
+from search.full.plan import Options, Plan, prepare
 
 if TYPE_CHECKING:
     import optuna
 
-    from search.compare_job import Wanted
-    from search.full_worker import FullJob
+    from search.full.compare_job import Wanted
+    from search.full.worker import FullJob
 
 FAILED = 1
 FOLDER = "full"  # in the study's folder
@@ -91,7 +91,7 @@ def main(**values: Any) -> int:
     with user_errors(), warnings_as_lines():
         plan = _plan(values)
         comparison, wanted = _open(values, plan)
-        from search.compare_job import missing_runs
+        from search.full.compare_job import missing_runs
 
         jobs = missing_runs(comparison, wanted)
     if jobs:
@@ -131,8 +131,8 @@ def _plan(values: dict[str, Any]) -> Plan:
 
 
 def _open(values: dict[str, Any], plan: Plan) -> tuple[optuna.Study, Wanted]:
-    from search.compare_job import Wanted
-    from search.compare_store import open_comparison
+    from search.full.compare_job import Wanted
+    from search.full.store import open_comparison
     from studies.store import storage_url
 
     url = storage_url(values["root"], values["study"], values["storage"])
@@ -152,8 +152,8 @@ def _run(values: dict[str, Any], plan: Plan, comparison: optuna.Study, jobs: lis
     Returns:
         The exit status, 0 if everything is done.
     """
-    from search.compare_job import StopRequestedError, finish_runs
-    from search.pool import PoolError
+    from search.full.compare_job import StopRequestedError, finish_runs
+    from search.workers.pool import PoolError
 
     def say(line: str) -> None:
         click.echo(line, err=True)
@@ -181,9 +181,9 @@ def _run(values: dict[str, Any], plan: Plan, comparison: optuna.Study, jobs: lis
 
 def _open_pool(values: dict[str, Any], plan: Plan, signals: StopSignals) -> Any:
     """Start the workers."""
-    from search.full_worker import FullWorker
-    from search.proxy import Task
-    from search.workers import RayPool
+    from search.full.worker import FullWorker
+    from search.workers.proxy import Task
+    from search.workers.ray_pool import RayPool
 
     conditions = plan.conditions
     with user_errors():
@@ -202,8 +202,8 @@ def _open_pool(values: dict[str, Any], plan: Plan, signals: StopSignals) -> Any:
 def _report(comparison: optuna.Study, plan: Plan) -> None:
     from rich.console import Console
 
-    from search.compare_report import print_comparison
-    from search.compare_store import runs_of
+    from search.full.print_comparison import print_comparison
+    from search.full.store import runs_of
 
     wanted = {(a.experts, seed) for a in plan.allocations.values() for seed in plan.seeds}
     runs = [run for run in runs_of(comparison) if (run.experts, run.seed) in wanted]

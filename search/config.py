@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from search.bounds import Fixed, PerLayer
-from search.cli import CommaList, UserError, one_line
+from search.console.cli import CommaList, UserError, one_line
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -19,12 +19,12 @@ from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
 from search.conclude import CONFIDENCE, candidates, conclude, fresh_seeds, measured
 from search.patience import outlook
-from search.pool import Failed, Job, Memory, Pool, PoolError
 from search.priors.given import Prior
 from search.priors.named import named, named_allocations
 from search.race import BLOCKS, still_racing
 from search.sampler import BudgetExhausted, posterior_means
 from search.updates import Ended, Note, Phase, Progress, Started, Update
+from search.workers.pool import Failed, Job, Memory, Pool, PoolError
 from studies import encoding, store
 from studies.records import LABEL_ATTR, PRIOR
 from studies.spec import StudySpec

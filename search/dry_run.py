@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 
 from mola.allocation import Allocation
-from search.bars import spark
+from search.console.bars import spark
 from search.plan import Plan, most_replicates
 from search.priors.given import Prior
 from search.priors.named import named_allocations

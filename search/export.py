@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from search.cli import Command, Whole, option, study_options, user_errors
+from search.console.cli import Command, Whole, option, study_options, user_errors
 
 
 @click.command(cls=Command)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from search import config
-from search.cli import user_errors
+from search.console.cli import user_errors
+from search.console.signals import StopSignals
 from search.plan import Plan
-from search.signals import StopSignals
 
 if TYPE_CHECKING:
     import optuna
 
-    from search.pool import Pool
     from search.priors.given import Prior
     from search.updates import Update
+    from search.workers.pool import Pool
 
 STOPPED_BY_FAILURES = 1
 
@@ -29,8 +29,8 @@ def open_study(plan: Plan) -> tuple[optuna.Study, str]:
     """Open the study, and write the settings beside it."""
     import optuna
 
+    from search.console.results import study_folder
     from search.pruner import make_pruner
-    from search.results import study_folder
     from search.sampler import make_sampler
     from studies import store
     from studies.storage import mask
@@ -81,13 +81,13 @@ def search(
     """
     from rich.console import Console
 
-    from search.dashboard import Dashboard
-    from search.display import Board, display
+    from search.console.display import Board, display
+    from search.console.results import continue_command
     from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
     from search.plan import most_replicates
-    from search.pool import PoolError
     from search.priors.named import named
-    from search.results import continue_command
+    from search.report.dashboard import Dashboard
+    from search.workers.pool import PoolError
     from studies.store import records
 
     settings, budget = plan.settings, plan.spec.budget
@@ -160,8 +160,8 @@ def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) 
 
 def _open_pool(plan: Plan, signals: StopSignals) -> Pool:
     """Start the workers."""
-    from search.proxy import Task
-    from search.workers import RayPool
+    from search.workers.proxy import Task
+    from search.workers.ray_pool import RayPool
 
     settings, spec = plan.settings, plan.spec
     task = Task(spec.model, spec.adapter, spec.train)
@@ -181,9 +181,9 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
     """Write the files of a finished search, and print its results."""
     from rich.console import Console
 
-    from search.dashboard import refresh
-    from search.report import write_report
-    from search.results import print_results, study_folder
+    from search.console.results import print_results, study_folder
+    from search.report.dashboard import refresh
+    from search.report.write import write_report
     from studies.export import allocation_document
     from studies.files import write_json_atomic
     from studies.store import write_trials_csv

@@ -9,10 +9,10 @@ import numpy as np
 import optuna
 
 from mola.allocation import ExpertBudget
-from search.features import FeatureMap
-from search.history import all_trials, read_history
-from search.moves import best_additive
-from search.surrogate import fit
+from search.sampler.features import FeatureMap
+from search.sampler.history import all_trials, read_history
+from search.sampler.moves import best_additive
+from search.sampler.surrogate import fit
 
 LEAST = 16  # measured allocations before the model is believed
 _DRAWS = 64  # of the posterior

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mola.settings import DTYPES
-from search.cli import Command, Whole, one_line, option, positive, user_errors
-from search.retrain_options import full_training_options
-from search.retrain_plan import Options, Plan, prepare
-from search.signals import StopSignals
-from search.terminal import calm_libraries, warnings_as_lines
+from search.console.cli import Command, Whole, one_line, option, positive, user_errors
+from search.console.signals import StopSignals
+from search.console.terminal import calm_libraries, warnings_as_lines
+from search.full.options import full_training_options
+from search.full.plan import Options, Plan, prepare
 
 if TYPE_CHECKING:
     from mola.events import Step
-    from search.retrain_file import Results
+    from search.full.results import Results
 
 FAILED = 1
 
@@ -99,8 +99,8 @@ def main(**values: Any) -> int:
     calm_libraries()
     options = Options(**values)
     with user_errors(), warnings_as_lines():
-        from search.full_run import StopRequestedError, TrainingError, make_accelerator
-        from search.retrain_job import finish_runs, open_results
+        from search.full.retrain_job import finish_runs, open_results
+        from search.full.run import StopRequestedError, TrainingError, make_accelerator
 
         accelerator = make_accelerator()
         with accelerator.main_process_first():  # which may measure what the others then read
@@ -167,7 +167,7 @@ def _print_now_and_then(title: str, steps: int, step: Step) -> None:
 def _report(results: Results, plan: Plan, out: Path) -> None:
     from rich.console import Console
 
-    from search.retrain_report import print_report
+    from search.full.print_runs import print_report
 
     print_report(Console(), results, plan.allocations, out)
 

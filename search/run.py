@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from mola.demo import DEFAULTS
 from search import config, job
 from search.bounds import Fixed, PerLayer
-from search.cli import (
+from search.console.cli import (
     CommaList,
     Command,
     Number,
@@ -25,11 +25,17 @@ from search.cli import (
     training_options,
     user_errors,
 )
-from search.command_line import given_options, module_command
+from search.console.command_line import given_options, module_command
+from search.console.terminal import calm_libraries, warnings_as_lines
 from search.plan import Settings, prepare, with_demo_defaults
-from search.terminal import calm_libraries, warnings_as_lines
 
-SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")  # search.sampler's and search.pruner's lists:
+SAMPLERS = (
+    "budget",
+    "tpe",
+    "gp",
+    "cmaes",
+    "random",
+)  # search.sampler's and search.pruner's lists:
 PATIENCE = ("auto", "none")
 PRUNERS = ("median", "none")  # importing them takes longer than --help may
 

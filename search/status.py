@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from search.cli import Command, option, study_options, user_errors
+from search.console.cli import Command, option, study_options, user_errors
 
 if TYPE_CHECKING:
     import optuna
 
-    from search.findings import Findings
+    from search.report.findings import Findings
 
 # A search is doubted when no trial has begun for so many mean durations of one, and so long.
 SILENT, SILENT_SECONDS = 5, 60
@@ -29,7 +29,7 @@ SILENT, SILENT_SECONDS = 5, 60
 def main(study: str | None, root: Path, storage: str | None) -> None:
     """Show how a search stands, or list all studies, while they run or afterwards."""
     with user_errors():
-        from search.findings import read_findings
+        from search.report.findings import read_findings
         from studies.catalog import find_studies
         from studies.store import load_study, storage_url
 
@@ -49,9 +49,9 @@ def describe(findings: Findings, now: datetime) -> str:
         findings: Of the study.
         now: Local time, as in the store.
     """
-    from search.bars import spark
-    from search.display import duration
-    from search.measures import seconds_left
+    from search.console.bars import spark
+    from search.console.display import duration
+    from search.report.measures import seconds_left
 
     spec, best = findings.spec, findings.best
     lines = [
@@ -91,7 +91,7 @@ def state(findings: Findings, now: datetime) -> str:
     running = [t for t in findings.trials if t.state == "RUNNING" and t.began is not None]
     if not running:
         return "not running" if findings.trials else "nothing has run yet"
-    from search.measures import mean_seconds
+    from search.report.measures import mean_seconds
 
     usual = mean_seconds(findings)
     latest = max(t.began for t in running if t.began is not None)
@@ -111,8 +111,8 @@ def counts(findings: Findings) -> str:
 
 def _listing(studies: list[optuna.Study], now: datetime) -> str:
     """Write a line per study."""
-    from search.compare_store import CONDITIONS_ATTR, runs_of
-    from search.findings import read_findings
+    from search.full.store import CONDITIONS_ATTR, runs_of
+    from search.report.findings import read_findings
     from studies.records import SPEC_ATTR
 
     if not studies:
@@ -133,7 +133,7 @@ def _listing(studies: list[optuna.Study], now: datetime) -> str:
 
 
 def _of_goal(findings: Findings) -> str:
-    from search.measures import measured
+    from search.report.measures import measured
 
     if not findings.runs:
         return ""

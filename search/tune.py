@@ -19,10 +19,10 @@ from optuna.trial import FrozenTrial, TrialState
 from ray.tune.search import Searcher
 
 from mola.allocation import Allocation, ExpertBudget
-from search.history import all_trials, allocation_of, read_history
-from search.joint import BudgetExhausted
 from search.priors.named import named_allocations
 from search.sampler import BudgetSampler, remaining
+from search.sampler.history import all_trials, allocation_of, read_history
+from search.sampler.joint import BudgetExhausted
 from studies import encoding
 from studies.records import (
     BLAMELESS_ATTR,

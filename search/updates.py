@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mola.events import Rung, Step
-from search.pool import Job, Memory
+from search.workers.pool import Job, Memory
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from mola.events import Event, Finished, Rung, Step
-from search.pool import Failed, Job
+from search.workers.pool import Failed, Job
 
 
 @pytest.fixture

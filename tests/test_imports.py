@@ -20,7 +20,7 @@ def test_imports_go_one_way():
     ("module", "line"),
     [
         ("mola/layer.py", "import studies.store"),
-        ("studies/store.py", "from search import workers"),
+        ("studies/store.py", "from search.workers import ray_pool"),
         ("mola/layer.py", "import optuna"),
         ("mola/layer.py", "import ray"),
         ("studies/store.py", "import torch"),
@@ -39,13 +39,14 @@ def test_an_import_the_other_way_is_found(tmp_path, module, line):
         "studies/store.py": "import optuna\nimport mola.allocation\n",
         "search/driver.py": "import studies.store\n",
         "search/tune.py": "import ray\n",
-        "search/workers.py": "import ray\n",
+        "search/workers/ray_pool.py": "import ray\n",
     }
     sources[module] += line + "\n"
     for name, source in sources.items():
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        (path.parent / "__init__.py").touch()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in path.relative_to(tmp_path).parents[:-1]:
+            (tmp_path / folder / "__init__.py").touch()
         path.write_text(source)
     result = _lint(tmp_path)
     assert result.returncode == 1, result.stdout

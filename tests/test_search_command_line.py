@@ -6,7 +6,7 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
-from search.command_line import given_options, module_command, study_place
+from search.console.command_line import given_options, module_command, study_place
 from search.plan import Settings
 from search.run import main
 

@@ -20,19 +20,19 @@ from mola.data import TaskData, encode_splits, load_splits
 from mola.events import Finished, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.compare import main
-from search.compare_job import StopRequestedError, Wanted, finish_runs, missing_runs
-from search.compare_store import (
+from search.full.compare_job import StopRequestedError, Wanted, finish_runs, missing_runs
+from search.full.print_runs import pareto
+from search.full.results import CHECKPOINT, Conditions, Run, Scores
+from search.full.store import (
     comparison_name,
     find_comparison,
     open_comparison,
     record_run,
     runs_of,
 )
-from search.full_worker import FullJob, FullWorker
-from search.pool import Failed, Job
-from search.proxy import Task
-from search.retrain_file import CHECKPOINT, Conditions, Run, Scores
-from search.retrain_report import pareto
+from search.full.worker import FullJob, FullWorker
+from search.workers.pool import Failed, Job
+from search.workers.proxy import Task
 from studies.records import SPEC_ATTR
 from studies.store import complete, enqueue, mark, set_conclusion
 

@@ -19,14 +19,14 @@ from optuna_dashboard import get_note
 from pretend_study import SPEC, empty_study, run_one, searched_study
 
 from mola.allocation import Allocation
-from search import dashboard
-from search.dashboard import Dashboard, refresh
-from search.findings import read_findings
-from search.marginal import worth_by_layer
-from search.plots import Plot, all_plots
-from search.pool import Job
 from search.priors.named import named
+from search.report import dashboard
+from search.report.dashboard import Dashboard, refresh
+from search.report.findings import read_findings
+from search.report.marginal import worth_by_layer
+from search.report.plots import Plot, all_plots
 from search.updates import Ended, Phase
+from search.workers.pool import Job
 
 PLOTS = {"allocations-by-rank", "best-so-far", "loss-against-training-time", "worth-by-depth"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from mola.allocation import Allocation
 from mola.events import Rung, Step
-from search.bars import chart, spark
-from search.display import Board, display, duration, trial_line
-from search.pool import Job, Memory
+from search.console.bars import chart, spark
+from search.console.display import Board, display, duration, trial_line
 from search.updates import Ended, Note, Phase, Progress, Started, Update
+from search.workers.pool import Job, Memory
 
 UNIFORM = Allocation([2, 2, 2, 2])
 OTHER = Allocation([1, 1, 3, 3])

@@ -24,11 +24,11 @@ from mola.events import Event, Rung, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
 from search.patience import LEAST
-from search.pool import Failed, Job, Memory
 from search.priors.named import named, named_allocations
 from search.pruner import PairedMedianPruner
 from search.sampler import BudgetSampler
 from search.updates import Ended, Note, Phase, Progress, Update
+from search.workers.pool import Failed, Job, Memory
 from studies.records import SPEC_ATTR
 from studies.spec import StudySpec
 from studies.store import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mola.allocation import ExpertBudget
-from search.failures import without_failures
+from search.sampler.failures import without_failures
 
 BUDGET = ExpertBudget(4, 20, 1, 9)
 

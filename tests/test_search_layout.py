@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search.layout import Layout, plan_layout
+from search.workers.layout import Layout, plan_layout
 
 LAPTOP = [{"CPU": 2.0}]
 SERVER = [{"CPU": 32.0, "GPU": 8.0}]

@@ -10,8 +10,8 @@ import pytest
 from pretend_study import SPEC, empty_study, objective, run_one, searched_study
 
 from mola.allocation import Allocation
-from search.marginal import FEWEST, Worth, worth_by_layer
 from search.priors.named import named
+from search.report.marginal import FEWEST, Worth, worth_by_layer
 
 UNIFORM = named("5555", SPEC.budget)
 

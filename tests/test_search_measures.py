@@ -9,15 +9,15 @@ import pytest
 from pretend_study import SPEC, empty_study, objective, searched_study
 
 from mola.allocation import Allocation
-from search.findings import Findings, read_findings
-from search.measures import (
+from search.full.plan import EPOCHS
+from search.report.findings import Findings, read_findings
+from search.report.measures import (
     best_so_far,
     cost,
     differences_by_seed,
     rank_correlation,
     time_spent,
 )
-from search.retrain_plan import EPOCHS
 from studies.records import TrialRecord
 
 NOON = datetime(2026, 1, 1, 12)

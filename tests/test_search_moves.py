@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mola.allocation import Allocation, ExpertBudget
-from search.moves import Space, best_additive
+from search.sampler.moves import Space, best_additive
 
 BUDGETS = [
     ExpertBudget(4, 10, 1, 5),

@@ -15,15 +15,16 @@ from pretend_pool import no_waiting_for_the_disk
 from pretend_study import SPEC, empty_study, objective, run_one, searched_study
 
 from mola.allocation import Allocation
-from search import figures, figures_layers
-from search.compare_store import CONDITIONS_ATTR, record_run
-from search.drawing import VARIABLES
-from search.findings import read_findings
-from search.marginal import worth_by_layer
+from search.full.results import Conditions, Run, Scores
+from search.full.store import CONDITIONS_ATTR, record_run
 from search.priors.named import named
-from search.report import main, write_report
-from search.report_sections import verdict
-from search.retrain_file import Conditions, Run, Scores
+from search.report import figures, layer_figures
+from search.report.__main__ import main
+from search.report.drawing import VARIABLES
+from search.report.findings import read_findings
+from search.report.marginal import worth_by_layer
+from search.report.sections import verdict
+from search.report.write import write_report
 from studies.records import get_conclusion
 from studies.store import set_conclusion
 
@@ -193,9 +194,9 @@ def test_every_figure_has_its_unit(study: optuna.Study) -> None:
     assert "accuracy, %" in figures.accuracy(findings)
     assert unit in figures.curves(findings)
     assert "optimizer steps" in figures.curves(findings)
-    assert unit in figures_layers.worth(worths, unit)
-    assert "layer" in figures_layers.allocations(findings)
-    assert "picks, %" in figures_layers.routing(findings.complete[0])
+    assert unit in layer_figures.worth(worths, unit)
+    assert "layer" in layer_figures.allocations(findings)
+    assert "picks, %" in layer_figures.routing(findings.complete[0])
     assert "minutes of" in figures.time(findings)
 
 

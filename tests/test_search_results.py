@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from test_search_conclude import FOUND, OTHER, SPEC, TRIANGLE, UNIFORM, conclusion
 
-from search.results import comparison, footnotes
+from search.console.results import comparison, footnotes
 
 
 def printed(result: dict[str, Any]) -> str:

@@ -14,18 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import search.full_run
+import search.full.run
 from mola.allocation import Allocation, ExpertBudget
 from mola.base import load_model, load_tokenizer
 from mola.demo import DEFAULTS
 from mola.model import load_mola_model
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from search.full.plan import Options, Plan, _train, prepare
+from search.full.print_runs import differences_to_baselines
+from search.full.results import Run, Scores, read_results
 from search.priors.measure import Request, compute
 from search.priors.scores import allocate
 from search.retrain import main
-from search.retrain_file import Run, Scores, read_results
-from search.retrain_plan import Options, Plan, _train, prepare
-from search.retrain_report import differences_to_baselines
 from studies.allocation_file import AllocationFile, Origin
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -88,7 +88,7 @@ def test_a_retrain_saves_an_adapter_and_compares_it(
     assert not list(out.rglob("unfinished*"))
 
     # a second time, nothing is done again
-    monkeypatch.setattr("search.retrain_job.full_run", None)
+    monkeypatch.setattr("search.full.retrain_job.full_run", None)
     assert retrain(args) == 0
     assert capsys.readouterr().out == printed
 
@@ -98,7 +98,7 @@ def test_the_saved_adapter_has_the_logits_of_the_trained_one(
 ) -> None:
     tokens = torch.arange(3, 20)[None]
     logits = {}
-    evaluate = search.full_run.evaluate
+    evaluate = search.full.run.evaluate
 
     def spy(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = evaluate(model, *args, **kwargs)
@@ -106,7 +106,7 @@ def test_the_saved_adapter_has_the_logits_of_the_trained_one(
             logits["trained"] = model(tokens).logits
         return result
 
-    monkeypatch.setattr(search.full_run, "evaluate", spy)
+    monkeypatch.setattr(search.full.run, "evaluate", spy)
     assert retrain(arguments(tmp_path / "out", tiny_model_dir, text_dir)) == 0
     loaded = load_mola_model(str(tiny_model_dir), tmp_path / "out")
     with torch.inference_mode():
@@ -152,7 +152,7 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(
     model = load_model(source)
 
     def run(folder: Path, stop: Any) -> Run:
-        return search.full_run.full_run(
+        return search.full.run.full_run(
             model,
             data,
             "winner",
@@ -161,13 +161,13 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(
             TrainSettings(steps=4, batch_size=8, micro_batch=4, learning_rate=1e-2),
             seed=1,
             folder=folder,
-            accelerator=search.full_run.make_accelerator(),
+            accelerator=search.full.run.make_accelerator(),
             on_step=lambda step: None,
             stop_requested=stop,
         )
 
     whole = run(tmp_path / "whole", lambda: False)
-    with pytest.raises(search.full_run.StopRequestedError, match=f"after step {stop_after} of 4"):
+    with pytest.raises(search.full.run.StopRequestedError, match=f"after step {stop_after} of 4"):
         run(tmp_path / "parts", StopAfter(stop_after))
     continued = run(tmp_path / "parts", lambda: False)
     assert replace(continued, train_seconds=0) == replace(whole, train_seconds=0)
@@ -182,7 +182,7 @@ def test_a_killed_retrain_is_continued_by_the_same_command(
     out = tmp_path / "killed"
     args = [*arguments(out, tiny_model_dir, choices_dir), "--epochs", "8"]  # the last one counts
     program = (
-        "import search.full_run as f; f.full_run.__kwdefaults__['checkpoint_seconds'] = 0;"
+        "import search.full.run as f; f.full_run.__kwdefaults__['checkpoint_seconds'] = 0;"
         "from search.retrain import main; main()"
     )
     process = subprocess.Popen(

@@ -19,14 +19,14 @@ from click.testing import CliRunner, Result
 from optuna_dashboard import get_note
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 
-import search.dashboard
 import search.job
 import search.pruner
-import search.report
+import search.report.dashboard
+import search.report.write
 import search.run
 import search.sampler
 from mola.events import Event
-from search.pool import Failed, Job
+from search.workers.pool import Failed, Job
 from studies.store import records
 
 Run = Callable[..., Result]
@@ -62,8 +62,8 @@ def run(
     """Run the command in an empty folder, on the tiny model of 4 layers unless told otherwise."""
     monkeypatch.chdir(tmp_path)
     if not reports:
-        monkeypatch.setattr(search.report, "write_report", lambda *_: None)
-        monkeypatch.setattr(search.dashboard, "refresh", lambda *_: None)
+        monkeypatch.setattr(search.report.write, "write_report", lambda *_: None)
+        monkeypatch.setattr(search.report.dashboard, "refresh", lambda *_: None)
     settings = {
         "--model": tiny_model_dir,
         "--data": choices_dir,

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 from pretend_pool import no_waiting_for_the_disk
 from pretend_study import SPEC, empty_study, run_one, searched_study
 
-from search.findings import read_findings
-from search.measures import seconds_left
 from search.priors.named import named
+from search.report.findings import read_findings
+from search.report.measures import seconds_left
 from search.status import describe, main
 from studies.provenance import note_run
 

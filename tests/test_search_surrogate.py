@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mola.allocation import Allocation, ExpertBudget
-from search.evidence import PARTS, Variances, learn
-from search.features import FeatureMap
-from search.observations import LEVEL_VARIANCE, Observations
-from search.surrogate import Posterior, fit
+from search.sampler.evidence import PARTS, Variances, learn
+from search.sampler.features import FeatureMap
+from search.sampler.observations import LEVEL_VARIANCE, Observations
+from search.sampler.surrogate import Posterior, fit
 
 BUDGET = ExpertBudget(8, 32, 1, 8)
 PRIORS = [Allocation([1, 1, 2, 3, 4, 5, 8, 8]), Allocation([8, 4, 4, 4, 4, 4, 2, 2])]

@@ -15,9 +15,9 @@ from mola.allocation import Allocation
 from mola.data import TaskData, encode_splits, load_splits
 from mola.events import Event, Finished, Rung, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
-from search.pool import Failed, Job, PoolError
-from search.proxy import ProxyWorker, Task
-from search.workers import RayPool
+from search.workers.pool import Failed, Job, PoolError
+from search.workers.proxy import ProxyWorker, Task
+from search.workers.ray_pool import RayPool
 
 ALLOCATION = Allocation([1, 2, 3, 2])
 JOB = Job(0, ALLOCATION, 0, rungs=(2,))

@@ -211,7 +211,7 @@ def _answer(request: Request) -> dict[str, Any]:
 
 def main() -> None:
     """Answer one request."""
-    from search.terminal import calm_libraries
+    from search.console.terminal import calm_libraries
 
     calm_libraries()
     request: Request = decode(json.load(sys.stdin), Request, "the request")

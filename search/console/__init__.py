@@ -1,0 +1,1 @@
+"""What people see in their terminal: options, errors, progress, results; and Ctrl-C."""

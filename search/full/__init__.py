@@ -1,0 +1,1 @@
+"""Full fine-tunes, by one process or by the workers, and what they say of allocations."""

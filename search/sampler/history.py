@@ -1,0 +1,184 @@
+"""What a study's trials say about allocations: which are taken, which are on their way, and values.
+
+Everything a sampler knows is read here, from the study alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from mola.allocation import Allocation, ExpertBudget
+from search.sampler.moves import Floats, Ints
+from search.sampler.observations import Observations
+from studies.encoding import distributions, from_params
+
+PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
+_MOST = 1000  # observations that are looked at; keeps time and memory flat
+_FEWEST_PAIRS = 3  # full trials with a rung, before a regression on that rung is trusted
+
+
+@dataclass(frozen=True)
+class History:
+    """A study's trials.
+
+    Attributes:
+        observations: finished trials as measurements, lower is better.
+        measured: the allocation of each observation.
+        pending: allocations of running and waiting trials.
+        taken: every allocation that was ever tried, failed ones included, or waits.
+        failed: allocations that failed and never finished, [F, L].
+    """
+
+    observations: Observations
+    measured: tuple[Allocation, ...]
+    pending: tuple[Allocation, ...]
+    taken: frozenset[Allocation]
+    failed: Ints
+
+
+def all_trials(study: Study) -> list[FrozenTrial]:
+    """Give the study's trials, those of a pruner's other brackets included, without copying."""
+    return study._storage.get_all_trials(study._study_id, deepcopy=False)
+
+
+def fixed_layers(trial: FrozenTrial, budget: ExpertBudget) -> dict[str, int]:
+    """Give the parameters that an enqueued trial was given."""
+    fixed: Mapping[str, int] = trial.system_attrs.get("fixed_params", {})
+    return {name: fixed[name] for name in distributions(budget) if name in fixed}
+
+
+def allocation_of(trial: FrozenTrial, budget: ExpertBudget) -> Allocation | None:
+    """Find the allocation of a trial, None while it has none or if it is not in the budget."""
+    names = distributions(budget)
+    known: dict[str, int] = {name: d.low for name, d in names.items() if d.single()}
+    known.update(fixed_layers(trial, budget))
+    known.update({name: n for name, n in trial.params.items() if name in names})
+    if PROPOSAL_ATTR in trial.system_attrs:
+        allocation = Allocation.parse(trial.system_attrs[PROPOSAL_ATTR])
+    elif len(known) == len(names):
+        allocation = from_params(known)
+    else:
+        return None
+    return allocation if allocation in budget else None
+
+
+def read_history(
+    trials: Iterable[FrozenTrial], budget: ExpertBudget, direction: StudyDirection
+) -> History:
+    """Sort a study's trials into measurements, pending and taken allocations.
+
+    A pruned trial counts as a measurement of what its last rung predicts, with the uncertainty of
+    that prediction. Values that are not finite say nothing; extremely bad ones are cut and hold
+    with as much doubt, so that a run that diverged does not drown the others.
+
+    Args:
+        trials: of one study.
+        budget: trials outside it are left out.
+        direction: of the study's only objective.
+    """
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    full: list[tuple[FrozenTrial, Allocation]] = []
+    cut: list[tuple[FrozenTrial, Allocation]] = []
+    pending, taken, failed = [], set(), set()
+    for trial in trials:
+        allocation = allocation_of(trial, budget)
+        if allocation is None:
+            continue
+        taken.add(allocation)
+        if trial.state == TrialState.COMPLETE and math.isfinite(trial.values[0]):
+            full.append((trial, allocation))
+        elif trial.state == TrialState.PRUNED:
+            cut.append((trial, allocation))
+        elif not trial.state.is_finished():
+            pending.append(allocation)
+        else:
+            failed.add(allocation)
+    measured = [(t, a, sign * t.values[0], 0.0) for t, a in full]
+    for trial, allocation in cut:
+        guess = _predict(trial, [t for t, _ in full], sign)
+        if guess is not None:
+            measured.append((trial, allocation, *guess))
+    measured = _latest_and_best(measured)
+    values, doubt = _without_extremes(np.array([value for _, _, value, _ in measured]))
+    return History(
+        observations=Observations(
+            counts=_counts([a for _, a, _, _ in measured], budget),
+            values=values,
+            variances=np.array([variance for *_, variance in measured]) + doubt,
+            groups=_groups([t for t, *_ in measured]),
+        ),
+        measured=tuple(a for _, a, _, _ in measured),
+        pending=tuple(pending),
+        taken=frozenset(taken),
+        failed=_counts(sorted(failed - {a for _, a in full + cut}), budget),
+    )
+
+
+def _predict(
+    trial: FrozenTrial, full: Sequence[FrozenTrial], sign: float
+) -> tuple[float, float] | None:
+    """Predict a pruned trial's final value and its variance from its last finite rung.
+
+    The full trials that passed the same rung give the regression.
+    """
+    rungs = {s: v for s, v in trial.intermediate_values.items() if math.isfinite(v)}
+    if not rungs:
+        return None
+    step = max(rungs)
+    passed = [t for t in full if math.isfinite(t.intermediate_values.get(step, math.nan))]
+    if len(passed) < _FEWEST_PAIRS:
+        return None
+    at_rung = sign * np.array([t.intermediate_values[step] for t in passed])
+    at_end = sign * np.array([t.values[0] for t in passed])
+    centred = at_rung - at_rung.mean()
+    power = float(centred @ centred)
+    slope = float(centred @ at_end) / power if power > 0 else 0.0
+    errors = at_end - at_end.mean() - slope * centred
+    variance = float(errors @ errors) / (len(passed) - 2)
+    away = sign * rungs[step] - float(at_rung.mean())
+    leverage = 1 / len(passed) + (away**2 / power if power > 0 else 0.0)
+    return float(at_end.mean()) + slope * away, variance * (1 + leverage)
+
+
+def _latest_and_best(
+    measured: list[tuple[FrozenTrial, Allocation, float, float]],
+) -> list[tuple[FrozenTrial, Allocation, float, float]]:
+    """Keep the better half and the latest of a very long history, in the trials' order."""
+    if len(measured) > _MOST:
+        ranked = sorted(measured, key=lambda row: row[2])
+        rest = sorted(ranked[_MOST // 2 :], key=lambda row: row[0].number)
+        measured = ranked[: _MOST // 2] + rest[-(_MOST - _MOST // 2) :]
+    return sorted(measured, key=lambda row: row[0].number)
+
+
+def _counts(allocations: Collection[Allocation], budget: ExpertBudget) -> Ints:
+    rows: Ints = np.array([a.experts for a in allocations], dtype=np.int64)
+    return rows.reshape(-1, budget.num_layers)
+
+
+def _without_extremes(values: Floats) -> tuple[Floats, Floats]:
+    """Cut values that are worse than the worst tenth by far, or too large to be squared.
+
+    Returns:
+        The values, and their extra variances: what a cut value says is bad, no more.
+    """
+    if len(values) == 0:
+        return values, values
+    values = np.clip(values, -1e100, 1e100)
+    best, poor = float(values.min()), float(np.quantile(values, 0.9))
+    limit = best + 5 * (poor - best) if poor > best else float(values.max())
+    return np.minimum(values, limit), np.where(values > limit, (limit - best) ** 2, 0.0)
+
+
+def _groups(trials: Sequence[FrozenTrial]) -> Ints:
+    """Number the trials' seeds, 0 for the commonest; trials without a seed are one group."""
+    seeds = [str(trial.user_attrs.get("seed")) for trial in trials]
+    numbers = {seed: i for i, (seed, _) in enumerate(Counter(seeds).most_common())}
+    return np.array([numbers[seed] for seed in seeds], dtype=np.int64)
