@@ -13,7 +13,9 @@ replayed on a search's curves in their order: what it saves, and how often it lo
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pandas as pd
@@ -27,6 +29,8 @@ from mola.events import Finished, Rung
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from mola.trial import run_trial
 from search.priors.named import NAMES, named
+from search.pruner import ends_behind
+from search.sampler.rungs import Passed
 from studies import store
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -60,7 +64,7 @@ def record_demo(path: Path, random: int, seeds: int) -> None:
                     batch_size=int(DEFAULTS["batch_size"]),
                     learning_rate=float(DEFAULTS["learning_rate"]),
                 )
-                rungs = tuple(s for s in LENGTHS if s < length) if length == 28 else ()
+                rungs = tuple(s for s in LENGTHS if s < length)
                 events = run_trial(
                     model, data, allocation, AdapterSettings(), train,
                     seed=seed, accelerator=Accelerator(), rungs=rungs,
@@ -72,7 +76,9 @@ def record_demo(path: Path, random: int, seeds: int) -> None:
                 ]
                 frame = pd.DataFrame(rows, columns=COLUMNS)
                 frame.to_csv(path, mode="a", header=not path.exists(), index=False)
-            print(f"seed {seed}  {allocation}  {rows[-1][-1]:.4f}", flush=True)
+                print(
+                    f"seed {seed}  {length:>3} steps  {allocation}  {rows[-1][-1]:.4f}", flush=True
+                )
 
 
 def take_study(path: Path, name: str, storage: str) -> None:
@@ -142,50 +148,64 @@ def print_seeds(table: pd.DataFrame) -> None:
         print(f"step {length:>3}: one seed's order against another's {np.mean(pairs):>6.2f}")
 
 
-def print_pruners(table: pd.DataFrame, startup: int = 8) -> None:
-    """Replay pruners on the curves of each seed, in random orders; print savings and losses."""
-    length = max(table["length"][table["step"] < table["length"]], default=None)
-    if length is None:
-        return
-    curves = table[table["length"] == length].pivot_table(
-        index=["seed", "allocation"], columns="step", values="objective"
-    )
-    curves = curves.dropna()
-    rungs = [int(s) for s in curves.columns if s < length]
-    choices = [(r,) for r in rungs] + ([tuple(rungs)] if len(rungs) > 1 else [])
-    print(f"{'rungs':<16}{'keep':>8}{'steps saved':>13}{'best kept':>11}{'loss':>9}   of {length}")
-    for chosen in choices:
-        for keep in (0.5, 0.75):
-            saved, kept, loss = _replay(curves, chosen, length, keep, startup)
-            title = ",".join(map(str, chosen))
-            print(f"{title:<16}{keep:>8.0%}{saved:>13.0%}{kept:>11.0%}{loss:>9.4f}")
+def print_pruners(table: pd.DataFrame) -> None:
+    """Replay pruners on the curves of each length and seed, in random orders of the trials."""
+    print(f"{'pruner':<10}{'rungs':<12}{'steps saved':>12}{'best kept':>11}{'loss':>9}")
+    for length in sorted(table["length"][table["step"] < table["length"]].unique()):
+        curves = table[table["length"] == length].pivot_table(
+            index=["seed", "allocation"], columns="step", values="objective"
+        )
+        curves = curves.dropna()
+        rungs = [int(s) for s in curves.columns if s < length]
+        for chosen in [(r,) for r in rungs] + ([tuple(rungs)] if len(rungs) > 1 else []):
+            for name, rule in RULES.items():
+                saved, kept, loss = _replay(curves, chosen, length, rule)
+                title = ",".join(map(str, chosen))
+                print(f"{name:<10}{title:<12}{saved:>12.0%}{kept:>11.0%}{loss:>9.4f}   of {length}")
+
+
+def _median(value: float, passed: list[tuple[float, float | None]]) -> bool:
+    return len(passed) >= STARTUP and value > median(at_rung for at_rung, _ in passed)
+
+
+def _learnt(value: float, passed: list[tuple[float, float | None]]) -> bool:
+    complete = np.array([(at_rung, end) for at_rung, end in passed if end is not None])
+    return len(complete) >= STARTUP and ends_behind(value, Passed(complete[:, 0], complete[:, 1]))
+
+
+STARTUP = 8
+RULES = {"median": _median, "learnt": _learnt}  # search.pruner's decisions, without a study
 
 
 def _replay(
-    curves: pd.DataFrame, rungs: tuple[int, ...], length: int, keep: float, startup: int
+    curves: pd.DataFrame,
+    rungs: tuple[int, ...],
+    length: int,
+    prunes: Callable[[float, list[tuple[float, float | None]]], bool],
 ) -> tuple[float, float, float]:
-    """Return the part of the steps saved, how often the best survives, and what losing it costs."""
+    """Run the trials of each seed in random orders under a pruner, one at a time.
+
+    Returns:
+        The part of the steps saved, how often the best trial survives, and what the best survivor
+        is worse by. What the evaluations at the rungs cost is not in the first.
+    """
     rng = np.random.default_rng(0)
     saved, kept, loss = [], [], []
     for _, group in curves.groupby(level="seed"):
-        if len(group) <= startup:
+        if len(group) <= STARTUP:
             continue
         for _ in range(200):
-            order = rng.permutation(len(group))
-            seen: dict[int, list[float]] = {rung: [] for rung in rungs}
+            seen: dict[int, list[tuple[float, float | None]]] = {rung: [] for rung in rungs}
             spent, survivors = 0, []
-            for row in group.to_numpy()[order]:
+            for row in group.to_numpy()[rng.permutation(len(group))]:
                 values = dict(zip(group.columns, row, strict=True))
+                stop = next((r for r in rungs if prunes(values[r], seen[r])), length)
+                spent += stop
+                end = values[length] if stop == length else None
+                survivors += [end] if end is not None else []
                 for rung in rungs:
-                    others = seen[rung]
-                    worse = len(others) >= startup and values[rung] > np.quantile(others, keep)
-                    seen[rung].append(values[rung])
-                    if worse:
-                        spent += rung
-                        break
-                else:
-                    spent += length
-                    survivors.append(values[length])
+                    if rung <= stop:
+                        seen[rung].append((values[rung], end))
             best = float(group[length].min())
             saved.append(1 - spent / (length * len(group)))
             kept.append(min(survivors) == best)

@@ -29,15 +29,10 @@ from search.console.command_line import given_options, module_command
 from search.console.terminal import calm_libraries, warnings_as_lines
 from search.plan import Settings, prepare, with_demo_defaults
 
-SAMPLERS = (
-    "budget",
-    "tpe",
-    "gp",
-    "cmaes",
-    "random",
-)  # search.sampler's and search.pruner's lists:
 PATIENCE = ("auto", "none")
-PRUNERS = ("median", "none")  # importing them takes longer than --help may
+# The lists of search.sampler and search.pruner, which take longer to import than --help may:
+SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")
+PRUNERS = ("learnt", "median", "none")
 
 
 def _demo_defaults() -> str:
@@ -104,8 +99,10 @@ def _demo_defaults() -> str:
     "Search",
     "--pruner",
     type=click.Choice(PRUNERS),
-    default="median",
-    help="median: stop a proxy that is worse at a rung than half of the others.",
+    default="learnt",
+    help="learnt: stop a proxy whose rung says with 90 % probability that it ends in the worse "
+    "half, by how rungs foretold ends so far; median: one that is worse at a rung than half of the "
+    "others.",
 )
 @option(
     "Search",

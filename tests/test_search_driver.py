@@ -25,7 +25,6 @@ from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
 from search.patience import LEAST
 from search.priors.named import named, named_allocations
-from search.pruner import PairedMedianPruner
 from search.sampler import BudgetSampler
 from search.updates import Ended, Note, Phase, Progress, Update
 from search.workers.pool import Failed, Job, Memory
@@ -300,27 +299,6 @@ def test_pruned_trials_count_and_never_win() -> None:
     assert {r.label for r in pruned} == {"search"}, "baselines and replicates run to their end"
     assert by_state[conclusion["winner"]] == "COMPLETE"  # type: ignore[index]
     assert pruned[0].rungs == {2: -100.0}
-
-
-def test_the_median_pruner_spares_the_better_half() -> None:
-    study = fresh_study(pruner=PairedMedianPruner(startup=4))
-    drive(study, PretendPool(), Rules(trials=20, finalists=2, confirm_seeds=2))
-    searched = [r for r in own(study) if r.label == "search"]
-    pruned = [r for r in searched if r.state == "PRUNED"]
-    assert 0 < len(pruned) < len(searched)
-    best = min(own(study), key=lambda r: r.rungs[2])
-    assert best.state == "COMPLETE"
-
-
-def test_replicates_on_other_seeds_do_not_enter_the_median() -> None:
-    """Seeds 8 and 9 are worse for all by far more than allocations differ."""
-    pruner = PairedMedianPruner(startup=4)
-    study = fresh_study(pruner=pruner)
-    drive(study, PretendPool(), RULES)
-    trials = study.get_trials(deepcopy=False)
-    at_own_seed = [t for t in trials if t.user_attrs["seed"] == SPEC.seed and t.state.is_finished()]
-    worst = max(at_own_seed, key=lambda t: t.intermediate_values[2])
-    assert pruner.prune(study, worst)
 
 
 def test_late_and_repeated_events_are_ignored() -> None:

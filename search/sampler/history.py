@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler.moves import Floats, Ints
 from search.sampler.observations import Observations
+from search.sampler.rungs import passed_rung
 from studies.encoding import distributions, from_params
 
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
@@ -124,27 +125,13 @@ def read_history(
 def _predict(
     trial: FrozenTrial, full: Sequence[FrozenTrial], sign: float
 ) -> tuple[float, float] | None:
-    """Predict a pruned trial's final value and its variance from its last finite rung.
-
-    The full trials that passed the same rung give the regression.
-    """
+    """Predict a pruned trial's final value and its variance from its last finite rung."""
     rungs = {s: v for s, v in trial.intermediate_values.items() if math.isfinite(v)}
-    if not rungs:
+    passed = passed_rung(full, max(rungs), _FEWEST_PAIRS) if rungs else None
+    if passed is None:
         return None
-    step = max(rungs)
-    passed = [t for t in full if math.isfinite(t.intermediate_values.get(step, math.nan))]
-    if len(passed) < _FEWEST_PAIRS:
-        return None
-    at_rung = sign * np.array([t.intermediate_values[step] for t in passed])
-    at_end = sign * np.array([t.values[0] for t in passed])
-    centred = at_rung - at_rung.mean()
-    power = float(centred @ centred)
-    slope = float(centred @ at_end) / power if power > 0 else 0.0
-    errors = at_end - at_end.mean() - slope * centred
-    variance = float(errors @ errors) / (len(passed) - 2)
-    away = sign * rungs[step] - float(at_rung.mean())
-    leverage = 1 / len(passed) + (away**2 / power if power > 0 else 0.0)
-    return float(at_end.mean()) + slope * away, variance * (1 + leverage)
+    mean, variance = passed.extrapolate(rungs[max(rungs)])
+    return sign * mean, variance
 
 
 def _latest_and_best(
