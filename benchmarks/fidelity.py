@@ -111,7 +111,13 @@ def interval(x: np.ndarray, y: np.ndarray, draws: int = 2000) -> tuple[float, fl
 
 
 def print_orders(table: pd.DataFrame) -> None:
-    """Print how each (length, step) orders allocations against the ends of each length."""
+    """Print how each (length, step) orders allocations against the ends of each length.
+
+    Objectives are means over the seeds that all allocations have.
+    """
+    by_seed = table.pivot_table(index="seed", columns="allocation", values="objective").notna()
+    seeds = by_seed.index[by_seed.all(axis=1)]  # a mean over other seeds is another level
+    table = table[table["seed"].isin(seeds)]
     means = table.groupby(["length", "step", "allocation"])["objective"].mean()
     ends = [(length, length) for length in sorted(table["length"].unique())]
     print(f"{'order after':<22}{'as after':<14}{'Spearman':>9}   95 % interval")
@@ -129,7 +135,7 @@ def print_orders(table: pd.DataFrame) -> None:
             value, low, high = interval(both[:, 0], both[:, 1])
             print(
                 f"step {step:>3} of {length:<12}step {whole[0]:<9}{value:>9.2f}   "
-                f"[{low:.2f}, {high:.2f}]  {len(both)} allocations"
+                f"[{low:.2f}, {high:.2f}]  {len(both)} allocations, {len(seeds)} seeds"
             )
 
 
