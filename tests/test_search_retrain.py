@@ -152,7 +152,7 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(
     model = load_model(source)
 
     def run(folder: Path, stop: Any) -> Run:
-        return search.full.run.full_run(
+        steps = search.full.run.full_run(
             model,
             data,
             "winner",
@@ -162,9 +162,9 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(
             seed=1,
             folder=folder,
             accelerator=search.full.run.make_accelerator(),
-            on_step=lambda step: None,
             stop_requested=stop,
         )
+        return search.full.run.to_the_end(steps, on_step=lambda _: None)
 
     whole = run(tmp_path / "whole", lambda: False)
     with pytest.raises(search.full.run.StopRequestedError, match=f"after step {stop_after} of 4"):

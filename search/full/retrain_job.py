@@ -23,7 +23,7 @@ from search.full.results import (
     read_results,
     write_results,
 )
-from search.full.run import full_run, make_accelerator, scores
+from search.full.run import full_run, make_accelerator, scores, to_the_end
 
 Show = Callable[[str, int], AbstractContextManager[Callable[[Step], None]]]
 
@@ -84,20 +84,20 @@ def finish_runs(
     for seed, name in todo:
         folder = out if (seed, name) == exported else out / f"{name}-seed-{seed}"
         accelerator = make_accelerator()
+        steps = full_run(
+            model,
+            plan.data,
+            name,
+            plan.allocations[name],
+            plan.conditions.adapter,
+            plan.conditions.train,
+            seed=seed,
+            folder=folder,
+            accelerator=accelerator,
+            stop_requested=stop_requested,
+        )
         with show(f"{name}, seed {seed}", plan.conditions.train.steps) as on_step:
-            run = full_run(
-                model,
-                plan.data,
-                name,
-                plan.allocations[name],
-                plan.conditions.adapter,
-                plan.conditions.train,
-                seed=seed,
-                folder=folder,
-                accelerator=accelerator,
-                on_step=on_step,
-                stop_requested=stop_requested,
-            )
+            run = to_the_end(steps, on_step)
         results = replace(results, runs=(*results.runs, run))
         if accelerator.is_main_process:
             write_results(results_path(out), results)

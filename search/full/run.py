@@ -71,64 +71,6 @@ def full_run(
     seed: int,
     folder: Path,
     accelerator: Accelerator,
-    on_step: Callable[[Step], None],
-    stop_requested: Callable[[], bool],
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
-) -> Run:
-    """Do a fine-tune to its end; as `full_run_steps`, whose arguments it takes.
-
-    Args:
-        model: The frozen base model, on the accelerator's device.
-        data: The tokenised task. The test split is read once, after the training.
-        name: What people call the allocation.
-        allocation: Experts per layer.
-        adapter: Everything else about the adapter.
-        train: Length, batch and learning rate.
-        seed: Of the adapter's initial weights, the data's order and the dropout.
-        folder: Where the adapter goes, and the checkpoint meanwhile; made if missing.
-        accelerator: Device, precision and processes.
-        on_step: Told of each step.
-        stop_requested: Asked after each step.
-        checkpoint_seconds: Time between checkpoints, longer where writing one takes long.
-
-    Raises:
-        StopRequestedError: A stop was requested.
-        TrainingError: The loss is not finite, or the GPU's memory does not suffice.
-        ValueError: The allocation does not fit the model, or the checkpoint is not of this run.
-        OSError: The folder cannot be written to.
-    """
-    steps = full_run_steps(
-        model,
-        data,
-        name,
-        allocation,
-        adapter,
-        train,
-        seed=seed,
-        folder=folder,
-        accelerator=accelerator,
-        stop_requested=stop_requested,
-        checkpoint_seconds=checkpoint_seconds,
-    )
-    while True:
-        try:
-            on_step(next(steps))
-        except StopIteration as end:
-            run: Run = end.value
-            return run
-
-
-def full_run_steps(
-    model: PreTrainedModel,
-    data: TaskData,
-    name: str,
-    allocation: Allocation,
-    adapter: AdapterSettings,
-    train: TrainSettings,
-    *,
-    seed: int,
-    folder: Path,
-    accelerator: Accelerator,
     stop_requested: Callable[[], bool],
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> Generator[Step, None, Run]:
@@ -194,6 +136,16 @@ def full_run_steps(
             checkpoint_activations(model, False)
         detach(mola_model).eval()  # type: ignore[no-untyped-call]
     return Run(name, allocation.experts, seed, train.steps, seconds, validation, test)
+
+
+def to_the_end(steps: Generator[Step, None, Run], on_step: Callable[[Step], None]) -> Run:
+    """Go through a fine-tune, tell of each step, and return the result."""
+    while True:
+        try:
+            on_step(next(steps))
+        except StopIteration as end:
+            run: Run = end.value
+            return run
 
 
 def scores(evaluation: Evaluation) -> Scores:

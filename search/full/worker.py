@@ -37,11 +37,11 @@ class FullWorker(ProxyWorker):
 
     def start(self, job: Job, max_seconds: float) -> list[Any]:
         """Begin or continue a fine-tune; see `advance`."""
-        from search.full.run import full_run_steps
+        from search.full.run import full_run
 
         assert isinstance(job, FullJob)
         self._stopping = False
-        self._steps = full_run_steps(
+        self._steps = full_run(
             self._model,
             self._data,
             job.name,
