@@ -131,10 +131,13 @@ def _plan(values: dict[str, Any]) -> Plan:
 
 
 def _open(values: dict[str, Any], plan: Plan) -> tuple[optuna.Study, Wanted]:
+    import optuna
+
     from search.full.compare_job import Wanted
     from search.full.store import open_comparison
     from studies.store import storage_url
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage_url(values["root"], values["study"], values["storage"])
     comparison = open_comparison(values["study"], url, plan.conditions)
     steps = plan.conditions.train.steps

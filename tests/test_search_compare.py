@@ -276,6 +276,7 @@ def test_the_command_compares_on_real_workers_and_goes_on(
         given += ["--epochs", "1", "--batch-size", "8", "--learning-rate", "0.01"]
         return CliRunner().invoke(main, [*given, "--workers", "1", *words])
 
+    optuna.logging.set_verbosity(optuna.logging.INFO)
     result = compare("--with", "5555", str(other), "--seeds", "2")
     assert result.exit_code == 0, result.output
     printed = " ".join(result.stdout.split())
@@ -287,6 +288,7 @@ def test_the_command_compares_on_real_workers_and_goes_on(
     assert "over 2 seeds" in printed
     assert "Pareto line of experts and test loss: small (4 experts)" in printed
     assert "6 fine-tunes of 4 steps to run" in result.stderr
+    assert optuna.logging.get_verbosity() >= optuna.logging.WARNING, "its remarks stay out of it"
     assert "5555, seed 11: validation " in result.stderr
 
     # Nothing is done twice, and no worker is started for it.
