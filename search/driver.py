@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from search.sampler import BudgetExhausted, posterior_means
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from search.workers.pool import Failed, Job, Memory, Pool, PoolError
 from studies import encoding, store
+from studies.patient import StoreError
 from studies.records import LABEL_ATTR, PRIOR
 from studies.spec import StudySpec
 
@@ -133,6 +135,7 @@ class Driver:
             StopRequestedError: a stop was requested.
             TooManyFailuresError: trials failed `max_failures` times in a row.
             PoolError: no worker can be started.
+            StoreError: the store is out of reach for good.
         """
         try:
             self._prepare()
@@ -140,8 +143,10 @@ class Driver:
             self._confirm()
             return self._conclude()
         except (StopRequestedError, TooManyFailuresError, PoolError) as error:
-            for number in list(self._running):
-                self._interrupt(number, str(error))
+            # Where the store is out of reach, the next run finds them running, and does the same.
+            with suppress(StoreError, StopRequestedError):
+                for number in list(self._running):
+                    self._interrupt(number, str(error))
             raise
         finally:
             if self._pool is not None:

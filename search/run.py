@@ -206,10 +206,10 @@ def main(ctx: click.Context, /, **options: Any) -> int:
 
             click.echo(describe(plan))
             return 0
-        study, url = job.open_study(plan)
-        priors = job.settle_priors(plan, study)
+        opened = ctx.with_resource(job.open_study(plan))
+        priors = job.settle_priors(plan, opened.study)
     command = module_command("run", *given_options(ctx.command, vars(plan.settings), given))
-    return job.search(plan, study, url, command, priors)
+    return job.search(plan, opened, command, priors)
 
 
 if __name__ == "__main__":

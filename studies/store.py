@@ -19,6 +19,7 @@ from mola.allocation import Allocation
 from mola.events import Finished
 from studies.encoding import from_params, to_params
 from studies.note import study_note, trial_note
+from studies.patient import OnTrouble
 from studies.records import (
     BLAMELESS_ATTR,
     CONCLUSION_ATTR,
@@ -94,15 +95,24 @@ def open_study(
     *,
     sampler: optuna.samplers.BaseSampler,
     pruner: optuna.pruners.BasePruner,
+    on_trouble: OnTrouble | None = None,
 ) -> optuna.Study:
     """Create a study, or go on with the one of that name if it is the same search.
+
+    Args:
+        name: Of the study.
+        url: Of its storage.
+        spec: What is searched.
+        sampler: Proposes.
+        pruner: Judges rungs.
+        on_trouble: Told of trouble with the storage that may pass, which is then waited for.
 
     Raises:
         ValueError: The study is another search (each difference is named), or the storage cannot
             be used. One line, without passwords.
     """
     check_study_name(name)
-    storage = connect(url, create=True)
+    storage = connect(url, create=True, on_trouble=on_trouble)
     with one_line_errors(url):
         study = optuna.create_study(
             study_name=name,
