@@ -142,6 +142,7 @@ def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) 
         settings.finalists,
         settings.confirm_seeds,
         settings.max_failures,
+        settings.trial_timeout,
         stop_early=settings.patience == "auto",
     )
     dashboard = Dashboard(study)

@@ -21,6 +21,7 @@ from search.console.cli import (
     model_options,
     option,
     positive,
+    rate,
     study_options,
     training_options,
     user_errors,
@@ -170,6 +171,14 @@ def _demo_defaults() -> str:
     type=positive,
     default=5,
     help="Stop after so many failed proxies in a row.",
+)
+@option(
+    "Machines",
+    "--trial-timeout",
+    type=rate,
+    metavar="SECONDS",
+    help="End a proxy that takes longer, with its process, and try it once more.  [default: 10 "
+    "times the slowest so far, at least 10 minutes; before one has finished, an hour of silence]",
 )
 @option("Study", "--study", help="Name of the study.  [default: from model, data and budget]")
 @study_options

@@ -62,6 +62,7 @@ class PretendPool:
         self.most_running = 0
         self.running: dict[int, list[Event | Failed]] = {}
         self.waiting: set[int] = set()
+        self.killed: list[int] = []
         self.closed = False
 
     @property
@@ -95,6 +96,10 @@ class PretendPool:
     def stop(self, number: int) -> None:
         self.running.pop(number, None)
         self.waiting.discard(number)
+
+    def kill(self, number: int) -> None:
+        self.killed.append(number)
+        self.stop(number)
 
     def close(self) -> None:
         self.closed = True
