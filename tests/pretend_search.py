@@ -24,10 +24,10 @@ import optuna
 
 from studies.records import REPLICATE, SPEC_ATTR, TrialRecord, records
 
-TRIALS, FRESH_SEEDS = 7, 2
+TRIALS = 7
 ARGUMENTS = (
     *("--study", "mine", "--budget", "12", "--steps", "4", "--finalists", "1"),
-    *("--trials", str(TRIALS), "--confirm-seeds", str(FRESH_SEEDS)),
+    *("--trials", str(TRIALS), "--confirm-seeds", "0"),
 )
 
 
@@ -139,12 +139,15 @@ def study_of(folder: Path) -> list[TrialRecord]:
     return records(study) if SPEC_ATTR in study.user_attrs else []
 
 
-def check_finished(folder: Path, finished: Sequence[TrialRecord] = ()) -> None:
+def check_finished(
+    folder: Path, finished: Sequence[TrialRecord] = (), *, fresh_seeds: int = 0
+) -> None:
     """Check that a search did all that it should, each once, and kept what was finished before.
 
     Args:
         folder: Where it was started.
         finished: Trials that must be there as they were.
+        fresh_seeds: Number of seeds of the confirmation.
     """
     trials = study_of(folder)
     kept = {trial.number: trial for trial in trials}
@@ -155,8 +158,9 @@ def check_finished(folder: Path, finished: Sequence[TrialRecord] = ()) -> None:
     assert sum(t.label != REPLICATE for t in done) == TRIALS
     named = [t.label for t in done if t.label.startswith("named")]
     assert len(named) == len(set(named)) == 5
+    assert bool(fresh_seeds) == any(t.label == REPLICATE for t in done)
     confirmed = [t for t in done if t.label == REPLICATE]
-    assert len(confirmed) == FRESH_SEEDS * len({t.allocation for t in confirmed})
+    assert len(confirmed) == fresh_seeds * len({t.allocation for t in confirmed})
     check_whole(folder / "runs/mine/study.db")
 
 

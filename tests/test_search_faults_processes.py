@@ -21,6 +21,7 @@ from pretend_search import (
     wait_for,
 )
 
+CONFIRM = ("--confirm-seeds", "2")
 PACE = 0.02  # seconds of a poll, so that a search lasts about two
 pytestmark = pytest.mark.timeout(240)  # each takes a second, on a machine that is not busy
 
@@ -55,14 +56,14 @@ def test_a_driver_killed_before_any_of_its_writes_loses_and_repeats_nothing(
 ) -> None:
     draw = random.Random(8)
     for _ in range(8):
-        killed = searches.start(tmp_path, die_at=draw.randrange(1, 900))
+        killed = searches.start(tmp_path, *CONFIRM, die_at=draw.randrange(1, 900))
         assert killed.wait() == -signal.SIGKILL
         finished = [t for t in study_of(tmp_path) if t.state in ("COMPLETE", "PRUNED")]
         if finished:
             check_whole(tmp_path / "runs/mine/study.db")
     assert finished, "no search came far enough to have something to lose"
-    assert searches.start(tmp_path).wait() == 0
-    check_finished(tmp_path, finished)
+    assert searches.start(tmp_path, *CONFIRM).wait() == 0
+    check_finished(tmp_path, finished, fresh_seeds=2)
     errors(tmp_path)
 
 
@@ -82,15 +83,6 @@ def test_a_second_driver_is_told_so_and_leaves_the_first_alone(
     check_finished(tmp_path)
     assert {path.name for path in (tmp_path / "runs/mine").iterdir()} == {"study.db", "config.toml"}
     assert searches.start(tmp_path).wait() == 0
-
-
-def test_a_killed_driver_holds_nothing(searches: Nursery, tmp_path: Path) -> None:
-    first = searches.start(tmp_path, pace=PACE)
-    wait_for(tmp_path / "err.txt", "trial 1 ")
-    first.signal(signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
-    assert searches.start(tmp_path).wait() == 0
-    check_finished(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -126,6 +126,8 @@ def failure_of(ray: ModuleType, error: BaseException) -> Failed:
         return Failed(reason, out_of_memory=True)
     if type(cause).__name__ == "OutOfMemoryError":  # torch's, which need not be imported for it
         return Failed(f"out of GPU memory: {text[:300]}", out_of_memory=True)
+    if isinstance(error, ray.exceptions.RayActorError) and "creation task" in text:
+        return Failed(f"the worker cannot be made: {str(cause).strip().splitlines()[-1].strip()}")
     if isinstance(error, ray.exceptions.RayActorError):
         return Failed("the worker's process died: killed from outside, or out of memory")
     return Failed(f"{type(cause).__name__}: {text[:300]}" if text else type(cause).__name__)
