@@ -73,12 +73,8 @@ def claim(
             Path(file.name).unlink(missing_ok=True)  # still locked, so that no other has it
             file.close()
         return
-    lease = _Lease(study, url)
-    lease.take(say)
-    try:
+    with _Lease(study, url).taken(say) as lease:
         yield lease
-    finally:
-        lease.release()
 
 
 def _held(name: str, holder: dict[str, Any]) -> ValueError:
@@ -156,7 +152,24 @@ class _Lease(Claim):
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._guard = threading.Lock()
 
-    def take(self, say: Callable[[str], None]) -> None:
+    @contextmanager
+    def taken(self, say: Callable[[str], None]) -> Iterator[_Lease]:
+        """Hold the lease while the context is open; see `claim`."""
+        try:
+            self._take(say)
+            self._thread.start()
+            try:
+                yield self
+            finally:
+                self._over.set()
+                self._thread.join()
+                if not self._lost:
+                    with suppress(StoreError):  # it lapses
+                        self._storage.set_study_system_attr(self._study_id, LEASE_ATTR, None)
+        finally:
+            self._storage.engine.dispose()
+
+    def _take(self, say: Callable[[str], None]) -> None:
         """Write the lease, unless another one is being renewed.
 
         Raises:
@@ -164,22 +177,21 @@ class _Lease(Claim):
         """
         found = self._read()
         if found is not None and not _is_dead(found):
-            seconds = LAPSE_SECONDS
             say(
                 f"the study was left by process {found.get('pid')} on {found.get('host')}, or is "
-                f"at work there: watching it for {seconds:.0f} s"
+                f"at work there: watching it for {LAPSE_SECONDS:.0f} s"
             )
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + LAPSE_SECONDS
             while time.monotonic() < deadline:
-                time.sleep(min(BEAT_SECONDS, seconds) / 4)
-                if self._read() != found:
-                    raise _held(self._name, self._read() or found)
+                time.sleep(BEAT_SECONDS / 4)
+                now = self._read()
+                if now != found:
+                    raise _held(self._name, now or found)
         self._write()
         time.sleep(SETTLE_SECONDS)
-        now = self._read() or {}
-        if now.get("token") != self._mine["token"]:
-            raise _held(self._name, now)
-        self._thread.start()
+        now = self._read()
+        if now is None or now["token"] != self._mine["token"]:
+            raise _held(self._name, now or {})
 
     def check(self) -> None:
         """Make sure that nobody has taken the study over, as after a long sleep of this process.
@@ -195,15 +207,6 @@ class _Lease(Claim):
                 f"another search has taken over the study {self._name!r}, as this one was not "
                 f"heard of for {LAPSE_SECONDS:.0f} s"
             )
-
-    def release(self) -> None:
-        """Give the study back."""
-        self._over.set()
-        self._thread.join()
-        if not self._lost:
-            with suppress(StoreError):
-                self._storage.set_study_system_attr(self._study_id, LEASE_ATTR, None)
-        self._storage.engine.dispose()
 
     def _renew(self) -> None:
         while not self._over.wait(BEAT_SECONDS) and not self._lost:

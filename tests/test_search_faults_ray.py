@@ -57,9 +57,7 @@ class Scripted(ProxyWorker):
 def pool() -> Iterator[RayPool]:
     task = Task(ModelSource(), AdapterSettings(), TrainSettings(steps=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "PYTHONPATH", os.pathsep.join(sys.path)
-        )  # for Ray
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for Ray
         pool = RayPool(task, None, workers=2, worker=Scripted)  # type: ignore[arg-type]
         yield pool
         pool.close()
