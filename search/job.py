@@ -58,6 +58,7 @@ def open_study(plan: Plan) -> Iterator[Opened]:
     import optuna
 
     from search.console.trouble import StoreTrouble
+    from search.driver import StopRequestedError
     from search.pruner import make_pruner
     from search.sampler import make_sampler
     from studies import store
@@ -68,7 +69,7 @@ def open_study(plan: Plan) -> Iterator[Opened]:
     url = store.storage_url(settings.root, name, settings.storage)
     sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed)
     pruner = make_pruner(settings.pruner)
-    trouble = StoreTrouble()
+    trouble = StoreTrouble(StopRequestedError)
     study = store.open_study(
         name, url, plan.spec, sampler=sampler, pruner=pruner, on_trouble=trouble
     )

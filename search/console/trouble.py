@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import click
 
-from search.driver import StopRequestedError
-
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
@@ -16,12 +14,16 @@ def _say(text: str) -> None:
 class StoreTrouble:
     """A listener of `PatientStorage`.
 
+    Args:
+        stop_error: Raised when the wait should end.
+
     Attributes:
         say: Shows a line.
         stop_requested: Whether the wait should end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop_error: type[Exception]) -> None:
+        self._stop_error = stop_error
         self.say: Callable[[str], None] = _say
         self.stop_requested: Callable[[], bool] = lambda: False
         self._told: str | None = None
@@ -30,14 +32,14 @@ class StoreTrouble:
         """Hear of trouble before the next try, or of its end by None.
 
         Raises:
-            StopRequestedError: The person does not want to wait.
+            Exception: The person does not want to wait; see `stop_error`.
         """
         if trouble is None:
             self._told = None
             self.say("the storage can be used again")
             return
         if self.stop_requested():
-            raise StopRequestedError(f"stopped by the user while waiting: {trouble}")
+            raise self._stop_error(f"stopped by the user while waiting: {trouble}")
         if trouble != self._told:
             self._told = trouble
             self.say(f"{trouble}; waiting until that is over")

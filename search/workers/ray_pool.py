@@ -167,6 +167,7 @@ class RayPool:
 
     def close(self) -> None:
         """End all workers at once, and Ray if this pool started it."""
+        self._ray_died = self._ray_died or self._watch.death() is not None
         for worker in self._workers:
             self._end(worker)
         self._disconnect()
