@@ -17,6 +17,7 @@ from search.full.plan import Options, Plan, prepare
 if TYPE_CHECKING:
     import optuna
 
+    from search.console.trouble import StoreTrouble
     from search.full.compare_job import Wanted
     from search.full.worker import FullJob
 
@@ -80,7 +81,8 @@ FOLDER = "full"  # in the study's folder
 )
 @option("Machines", "--address", help="Ray cluster to join, or auto, as for search.run.")
 @study_options
-def main(**values: Any) -> int:
+@click.pass_context
+def main(ctx: click.Context, /, **values: Any) -> int:
     """Fine-tune a study's winner in full beside other allocations, and say which is better.
 
     All run on the same seeds with the same data order, on Ray workers. The same command goes on
@@ -90,12 +92,18 @@ def main(**values: Any) -> int:
     calm_libraries()
     with user_errors(), warnings_as_lines():
         plan = _plan(values)
-        comparison, wanted = _open(values, plan)
+        trouble, comparison, wanted = _open(values, plan)
         from search.full.compare_job import missing_runs
 
         jobs = missing_runs(comparison, wanted)
+        if jobs:
+            from studies.claim import claim
+            from studies.store import storage_url
+
+            url = storage_url(values["root"], values["study"], values["storage"])
+            ctx.with_resource(claim(comparison, url, trouble.say))
     if jobs:
-        status = _run(values, plan, comparison, jobs)
+        status = _run(values, plan, comparison, jobs, trouble)
         if status:
             return status
     _report(comparison, plan)
@@ -130,18 +138,21 @@ def _plan(values: dict[str, Any]) -> Plan:
     return replace(plan, conditions=replace(plan.conditions, experts=()))
 
 
-def _open(values: dict[str, Any], plan: Plan) -> tuple[optuna.Study, Wanted]:
+def _open(values: dict[str, Any], plan: Plan) -> tuple[StoreTrouble, optuna.Study, Wanted]:
     import optuna
 
-    from search.full.compare_job import Wanted
+    from search.console.trouble import StoreTrouble
+    from search.full.compare_job import StopRequestedError, Wanted
     from search.full.store import open_comparison
     from studies.store import storage_url
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage_url(values["root"], values["study"], values["storage"])
-    comparison = open_comparison(values["study"], url, plan.conditions)
+    trouble = StoreTrouble(StopRequestedError)
+    comparison = open_comparison(values["study"], url, plan.conditions, trouble)
     steps = plan.conditions.train.steps
-    return comparison, Wanted(plan.allocations, plan.seeds, steps, _folder(values).resolve())
+    wanted = Wanted(plan.allocations, plan.seeds, steps, _folder(values).resolve())
+    return trouble, comparison, wanted
 
 
 def _folder(values: dict[str, Any]) -> Path:
@@ -149,7 +160,13 @@ def _folder(values: dict[str, Any]) -> Path:
     return root / str(values["study"]) / FOLDER
 
 
-def _run(values: dict[str, Any], plan: Plan, comparison: optuna.Study, jobs: list[FullJob]) -> int:
+def _run(
+    values: dict[str, Any],
+    plan: Plan,
+    comparison: optuna.Study,
+    jobs: list[FullJob],
+    trouble: StoreTrouble,
+) -> int:
     """Run what is missing.
 
     Returns:
@@ -164,6 +181,7 @@ def _run(values: dict[str, Any], plan: Plan, comparison: optuna.Study, jobs: lis
     steps = plan.conditions.train.steps
     say(f"{len(jobs)} fine-tunes of {steps} steps to run")
     with StopSignals() as signals:
+        trouble.stop_requested = signals.requested
         try:
             pool = _open_pool(values, plan, signals)
             try:

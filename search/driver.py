@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +19,18 @@ from optuna.trial import TrialState
 from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
 from search.conclude import CONFIDENCE, candidates, conclude, fresh_seeds, measured
+from search.deadline import Deadline
 from search.patience import outlook
 from search.priors.given import Prior
 from search.priors.named import named, named_allocations
 from search.race import BLOCKS, still_racing
 from search.sampler import BudgetExhausted, posterior_means
 from search.updates import Ended, Note, Phase, Progress, Started, Update
+from search.workers.clock import AwakeClock
 from search.workers.pool import Failed, Job, Memory, Pool, PoolError
 from studies import encoding, store
-from studies.records import LABEL_ATTR, PRIOR
+from studies.patient import StoreError
+from studies.records import LABEL_ATTR, PRIOR, SAVE_MEMORY_ATTR
 from studies.spec import StudySpec
 
 POLL_SECONDS = 0.5
@@ -50,6 +54,7 @@ class Rules:
         finalists: The best so many allocations are run again on fresh seeds.
         confirm_seeds: Number of fresh seeds; 0 leaves the winner unconfirmed.
         max_failures: The search stops after so many failures in a row.
+        trial_timeout: Seconds that a trial may take; None: see `search.deadline`.
         stop_early: The search proposes no more once nothing is left to gain (`search.patience`).
     """
 
@@ -57,17 +62,30 @@ class Rules:
     finalists: int = 3
     confirm_seeds: int = 3
     max_failures: int = 5
+    trial_timeout: float | None = None
     stop_early: bool = False
 
 
 @dataclass
 class _Run:
-    """A trial that is running; `rungs` maps steps to objectives."""
+    """A trial that is running.
+
+    Attributes:
+        trial: In the study.
+        job: What the worker was told.
+        label: Why it runs.
+        awake: Of the driver's clock at the trial's start.
+        heard: Of the same clock when something was last heard of it.
+        began: Of the monotonic clock.
+        rungs: Maps steps to objectives.
+    """
 
     trial: optuna.Trial
     job: Job
     label: str
-    began: float
+    awake: float
+    heard: float
+    began: float = field(default_factory=time.monotonic)
     rungs: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -115,6 +133,8 @@ class Driver:
         self.stop_requested = stop_requested
         self._open_pool = open_pool
         self._pool: Pool | None = None
+        self._clock = AwakeClock()
+        self._deadline = Deadline(rules.trial_timeout)
         self._running: dict[int, _Run] = {}
         self._done: set[Allocation] = set()
         self._failures = 0
@@ -133,6 +153,7 @@ class Driver:
             StopRequestedError: a stop was requested.
             TooManyFailuresError: trials failed `max_failures` times in a row.
             PoolError: no worker can be started.
+            StoreError: the store is out of reach for good.
         """
         try:
             self._prepare()
@@ -140,8 +161,10 @@ class Driver:
             self._confirm()
             return self._conclude()
         except (StopRequestedError, TooManyFailuresError, PoolError) as error:
-            for number in list(self._running):
-                self._interrupt(number, str(error))
+            # Where the store is out of reach, the next run finds them running, and does the same.
+            with suppress(StoreError, StopRequestedError):
+                for number in list(self._running):
+                    self._interrupt(number, str(error))
             raise
         finally:
             if self._pool is not None:
@@ -153,9 +176,12 @@ class Driver:
         if lost:
             trials = "1 trial" if lost == 1 else f"{lost} trials"
             self.notify(Note(f"left unfinished by an earlier run, to start again: {trials}"))
+        history = store.records(self.study)
+        for record in history:
+            self._deadline.learn((record.train_seconds or 0.0) + (record.eval_seconds or 0.0))
         self._done = {
             record.allocation
-            for record in store.records(self.study)
+            for record in history
             if record.state in ("COMPLETE", "PRUNED") and record.label != store.REPLICATE
         }
         if self.goal < self.rules.trials:
@@ -230,6 +256,16 @@ class Driver:
                 self._start_next(pool)
             for number, event in pool.poll(POLL_SECONDS):
                 self._handle(pool, number, event)
+            self._end_overdue(pool)
+
+    def _end_overdue(self, pool: Pool) -> None:
+        """Give up the trials whose workers hang."""
+        now = self._clock.look()
+        for number, run in list(self._running.items()):
+            reason = self._deadline.overdue(now - run.awake, now - run.heard)
+            if reason is not None:
+                pool.kill(number)
+                self._count_failure(number, Failed(reason))
 
     def _start_next(self, pool: Pool) -> None:
         """Ask for a trial, check it, give it to a worker, and only then write its parameters.
@@ -254,8 +290,10 @@ class Driver:
         seed = trial.user_attrs.get("seed", self.spec.seed)
         # Nothing is decided at the rungs of a replicate, and an evaluation costs time.
         rungs = () if label == store.REPLICATE else self.spec.rungs
-        job = Job(trial.number, allocation, seed, rungs)
-        self._running[job.number] = _Run(trial, job, label, time.monotonic())
+        thrifty = bool(trial.user_attrs.get(SAVE_MEMORY_ATTR))
+        job = Job(trial.number, allocation, seed, rungs, save_memory=thrifty)
+        now = self._clock.look()
+        self._running[job.number] = _Run(trial, job, label, awake=now, heard=now)
         fits = allocation in self.spec.budget  # no sampler has seen what someone else enqueued
         if fits:
             self.started += 1
@@ -278,16 +316,20 @@ class Driver:
         run = self._running.get(number)
         if run is None:
             return
+        run.heard = self._clock.look()
         if isinstance(event, Failed):
-            self._count_failure(number, event)
+            if event.blameless:
+                self._interrupt(number, event.reason)
+            else:
+                self._count_failure(number, event)
         elif isinstance(event, Memory):
             self.notify(Progress(number, event))
-        elif not math.isfinite(event.loss if isinstance(event, Step) else event.objective):
+        elif (what := _not_finite(event)) is not None:
             pool.stop(number)
-            what = "training loss" if isinstance(event, Step) else "objective"
             reason = f"the {what} is not a finite number at step {event.step}"
             self._count_failure(number, Failed(reason, retry=False))
         elif isinstance(event, Finished):
+            self._deadline.learn(event.train_seconds + event.eval_seconds)
             store.complete(self.study, run.trial, event)
             self._end(number, "COMPLETE", event.objective)
         elif isinstance(event, Rung):
@@ -329,7 +371,13 @@ class Driver:
 
     def _fail(self, number: int, failed: Failed) -> None:
         run = self._running.pop(number)
-        store.fail(self.study, run.trial, failed.reason, retry=failed.retry)
+        store.fail(
+            self.study,
+            run.trial,
+            failed.reason,
+            retry=failed.retry,
+            save_memory=failed.out_of_memory,
+        )
         self.notify(Ended(run.job, run.label, "FAIL", None, run.seconds, failed.reason))
 
     def _interrupt(self, number: int, reason: str) -> None:
@@ -386,3 +434,12 @@ class Driver:
             done = sum(r.state == "COMPLETE" for r in replicates)
             open_ = sum(r.state in ("WAITING", "RUNNING") for r in replicates)
             self.notify(Phase("confirmation", done, done + open_ + self._to_come, workers))
+
+
+def _not_finite(event: Event) -> str | None:
+    """Name the number of an event that is none, or infinite."""
+    if isinstance(event, Step):
+        numbers = {"training loss": event.loss}
+    else:
+        numbers = {"objective": event.objective, "accuracy": event.accuracy}
+    return next((name for name, value in numbers.items() if not math.isfinite(value)), None)

@@ -5,48 +5,89 @@ What is imported late is what takes long, so that `--help` and mistakes are answ
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from search import config
-from search.console.cli import user_errors
+from search.console.cli import one_line, user_errors
 from search.console.signals import StopSignals
 from search.plan import Plan
 
 if TYPE_CHECKING:
+    import signal
+
     import optuna
 
+    from search.console.trouble import StoreTrouble
     from search.priors.given import Prior
     from search.updates import Update
     from search.workers.pool import Pool
+    from studies.claim import Claim
 
 STOPPED_BY_FAILURES = 1
 
 
-def open_study(plan: Plan) -> tuple[optuna.Study, str]:
-    """Open the study, and write the settings beside it."""
+@dataclass(frozen=True)
+class Opened:
+    """A study that this process alone works on.
+
+    Attributes:
+        study: Where the search is recorded.
+        url: Of its storage.
+        claim: To be checked now and then.
+        trouble: Told of trouble with the storage.
+    """
+
+    study: optuna.Study
+    url: str
+    claim: Claim
+    trouble: StoreTrouble
+
+
+@contextmanager
+def open_study(plan: Plan) -> Iterator[Opened]:
+    """Open the study for this process alone, and write the settings beside it.
+
+    Raises:
+        ValueError: It is another search, its storage cannot be used, or another process has it.
+    """
     import optuna
 
-    from search.console.results import study_folder
+    from search.console.trouble import StoreTrouble
+    from search.driver import StopRequestedError
     from search.pruner import make_pruner
     from search.sampler import make_sampler
     from studies import store
-    from studies.storage import mask
+    from studies.claim import claim
 
     settings, name = plan.settings, str(plan.settings.study)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     url = store.storage_url(settings.root, name, settings.storage)
     sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed)
     pruner = make_pruner(settings.pruner)
-    study = store.open_study(name, url, plan.spec, sampler=sampler, pruner=pruner)
+    trouble = StoreTrouble(StopRequestedError)
+    study = store.open_study(
+        name, url, plan.spec, sampler=sampler, pruner=pruner, on_trouble=trouble
+    )
+    with claim(study, url, trouble.say) as held:
+        _write_settings(plan)
+        yield Opened(study, url, held, trouble)
+
+
+def _write_settings(plan: Plan) -> None:
+    from search.console.results import study_folder
+    from studies.storage import mask
+
+    settings = plan.settings
     in_force = {field.name: getattr(settings, field.name) for field in fields(settings)}
     if settings.storage is not None and mask(settings.storage) != settings.storage:
         in_force["storage"] = None  # a file is no place for a password
     path = study_folder(settings) / "config.toml"
     config.write(path, in_force, "Settings of this study: python -m search.run --config FILE")
-    return study, url
 
 
 def settle_priors(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
@@ -64,15 +105,12 @@ def settle_priors(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
     return priors
 
 
-def search(
-    plan: Plan, study: optuna.Study, url: str, command: str, priors: tuple[Prior, ...]
-) -> int:
+def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) -> int:
     """Run the search to its end, and print what it found.
 
     Args:
         plan: What is to be done.
-        study: Where it is recorded.
-        url: Of the storage.
+        opened: Where it is recorded.
         command: Repeats this run.
         priors: What it begins with, beside the named allocations.
 
@@ -82,15 +120,16 @@ def search(
     from rich.console import Console
 
     from search.console.display import Board, display
-    from search.console.results import continue_command
     from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
     from search.plan import most_replicates
     from search.priors.named import named
     from search.report.dashboard import Dashboard
+    from search.updates import Note
     from search.workers.pool import PoolError
+    from studies.patient import StoreError
     from studies.store import records
 
-    settings, budget = plan.settings, plan.spec.budget
+    settings, budget, study = plan.settings, plan.spec.budget, opened.study
     board = Board(
         title=study.study_name,
         uniform=named("5555", budget),
@@ -104,6 +143,7 @@ def search(
         settings.finalists,
         settings.confirm_seeds,
         settings.max_failures,
+        settings.trial_timeout,
         stop_early=settings.patience == "auto",
     )
     dashboard = Dashboard(study)
@@ -115,6 +155,13 @@ def search(
                     show(update)
                     dashboard.apply(update)
 
+                def stop_requested() -> bool:
+                    opened.claim.check()
+                    return signals.requested()
+
+                opened.trouble.say = lambda text: show(Note(text))
+                opened.trouble.stop_requested = stop_requested
+
                 driver = Driver(
                     study,
                     plan.spec,
@@ -122,23 +169,38 @@ def search(
                     rules,
                     priors=priors,
                     notify=notify,
-                    stop_requested=signals.requested,
+                    stop_requested=stop_requested,
                 )
                 conclusion = driver.run()
-        except (StopRequestedError, TooManyFailuresError, PoolError) as error:
-            stopped = signals.received
-            click.echo(
-                "Stopped; the trials under way start again." if stopped else f"Error: {error}",
-                err=True,
-            )
-            click.echo(f"To go on: {continue_command(settings)}", err=True)
-            return 128 + stopped if stopped else STOPPED_BY_FAILURES
+        except StoreError as error:
+            return _stopped(plan, error)
+        except (KeyboardInterrupt, StopRequestedError, TooManyFailuresError, PoolError) as error:
+            return _stopped(plan, error, signals.received)
     if not driver.started and not settings.quiet:
         done = f"{driver.goal} allocations are measured; a higher --trials goes on with it"
         if driver.settled:
             done = "nothing is left to gain; --patience none goes on with it"
         click.echo(f"The study {study.study_name} is finished: {done}", err=True)
-    return _finish(plan, study, url, conclusion)
+    return _finish(plan, study, opened.url, conclusion)
+
+
+def _stopped(plan: Plan, error: BaseException, by: signal.Signals | None = None) -> int:
+    """Say why the search stopped and how to go on.
+
+    Args:
+        plan: What is not finished.
+        error: What happened.
+        by: The signal that asked for it.
+
+    Returns:
+        The exit status.
+    """
+    from search.console.results import continue_command
+
+    why = "Stopped; the trials under way start again." if by else f"Error: {one_line(error)}"
+    click.echo(why, err=True)
+    click.echo(f"To go on: {continue_command(plan.settings)}", err=True)
+    return 128 + by if by else STOPPED_BY_FAILURES
 
 
 def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
@@ -182,6 +244,26 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
     from rich.console import Console
 
     from search.console.results import print_results, study_folder
+
+    try:
+        _write_files(plan, study, conclusion)
+    except OSError as error:  # what is known is in the store; the same command writes the rest
+        return _stopped(plan, error)
+    if conclusion["winner"] is None:
+        table = study_folder(plan.settings) / "trials.csv"
+        click.echo(f"Error: {conclusion['text']}; see {table}", err=True)
+        return STOPPED_BY_FAILURES
+    print_results(Console(), conclusion, plan.settings, plan.spec, url)
+    return 0
+
+
+def _write_files(plan: Plan, study: optuna.Study, conclusion: dict[str, Any]) -> None:
+    """Write the table of trials and, if there is a winner, its file and the report.
+
+    Raises:
+        OSError: A file cannot be written, or the store is out of reach.
+    """
+    from search.console.results import study_folder
     from search.report.dashboard import refresh
     from search.report.write import write_report
     from studies.export import allocation_document
@@ -191,10 +273,6 @@ def _finish(plan: Plan, study: optuna.Study, url: str, conclusion: dict[str, Any
     refresh(study)
     folder = study_folder(plan.settings)
     write_trials_csv(study, folder / "trials.csv")
-    if conclusion["winner"] is None:
-        click.echo(f"Error: {conclusion['text']}; see {folder / 'trials.csv'}", err=True)
-        return STOPPED_BY_FAILURES
-    write_json_atomic(folder / "allocation.json", allocation_document(study))
-    write_report(study, plan.settings.root, plan.settings.storage)
-    print_results(Console(), conclusion, plan.settings, plan.spec, url)
-    return 0
+    if conclusion["winner"] is not None:
+        write_json_atomic(folder / "allocation.json", allocation_document(study))
+        write_report(study, plan.settings.root, plan.settings.storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Collection, Mapping
@@ -63,6 +64,7 @@ class Settings:
     gpus_per_worker: float | None
     address: str | None
     max_failures: int
+    trial_timeout: float | None
     study: str | None
     root: Path
     storage: str | None
@@ -142,6 +144,8 @@ def prepare(settings: Settings) -> Plan:
         )
     if settings.confirm_seeds == 1:
         raise ValueError("--confirm-seeds 1 gives no interval; use at least 2, or 0 for none")
+    if settings.trial_timeout is not None and math.isnan(settings.trial_timeout):
+        raise ValueError("--trial-timeout nan is no number of seconds")
     name = settings.study or default_study_name(settings)
     rungs = check_rungs(settings.rungs, settings.steps)
     settings = replace(settings, study=name, rungs=rungs)

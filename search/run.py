@@ -21,6 +21,7 @@ from search.console.cli import (
     model_options,
     option,
     positive,
+    rate,
     study_options,
     training_options,
     user_errors,
@@ -168,6 +169,14 @@ def _demo_defaults() -> str:
     default=5,
     help="Stop after so many failed proxies in a row.",
 )
+@option(
+    "Machines",
+    "--trial-timeout",
+    type=rate,
+    metavar="SECONDS",
+    help="End a proxy that takes longer, with its process, and try it once more.  [default: 10 "
+    "times the slowest so far, at least 10 minutes; before one has finished, an hour of silence]",
+)
 @option("Study", "--study", help="Name of the study.  [default: from model, data and budget]")
 @study_options
 @option(
@@ -203,10 +212,10 @@ def main(ctx: click.Context, /, **options: Any) -> int:
 
             click.echo(describe(plan))
             return 0
-        study, url = job.open_study(plan)
-        priors = job.settle_priors(plan, study)
+        opened = ctx.with_resource(job.open_study(plan))
+        priors = job.settle_priors(plan, opened.study)
     command = module_command("run", *given_options(ctx.command, vars(plan.settings), given))
-    return job.search(plan, study, url, command, priors)
+    return job.search(plan, opened, command, priors)
 
 
 if __name__ == "__main__":

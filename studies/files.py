@@ -24,6 +24,12 @@ def write_text_atomic(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = (
+            str(path),
+            None,
+        )  # a full disk names none, others the draft
+        raise
     finally:
         draft.unlink(missing_ok=True)
 

@@ -30,6 +30,7 @@ SEED_ATTR = "seed"
 REASON_ATTR = "reason"  # why it failed
 BLAMELESS_ATTR = "interrupted"  # it failed because it was ended from outside
 RETRY_ATTR = "retry_of"
+SAVE_MEMORY_ATTR = "save_memory"  # it runs again after too little memory, more thriftily
 _NOT_IN_CSV = ("routing", "began", "ended")  # a cell is a number or a short text
 RESULT_ATTRS = ("accuracy", "standard_error", "train_seconds", "eval_seconds", "routing")
 

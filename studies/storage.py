@@ -8,14 +8,18 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from studies.patient import OnTrouble, PatientStorage, StoreError
+
 STORE_FILE = "study.db"
 BUSY_SECONDS = 60  # how long SQLite waits for a lock that another process holds
+PATIENT_BUSY_SECONDS = 5  # the same where trouble is waited for, in a way that Ctrl-C can end
 CONNECT_SECONDS = 10  # how long a database server may take to answer
 _SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 _FORBIDDEN = re.compile(r'[\x00-\x1f\x7f<>:"/\\|?*]')
@@ -81,7 +85,7 @@ def mask(url: str) -> str:
     return shown.replace("%2A%2A%2A", "***")
 
 
-def connect(url: str, *, create: bool) -> RDBStorage:
+def connect(url: str, *, create: bool, on_trouble: OnTrouble | None = None) -> RDBStorage:
     """Open a storage.
 
     SQLite keeps its rollback journal rather than a write-ahead log: a study is then one file that
@@ -91,19 +95,32 @@ def connect(url: str, *, create: bool) -> RDBStorage:
     Args:
         url: An SQLAlchemy URL.
         create: Whether an SQLite file that is missing is made, with the folders above it.
+        on_trouble: Told of trouble that may pass, which is then waited for; see `PatientStorage`.
+            None: every trouble is an error at once.
 
     Raises:
         ValueError: One line that says what is wrong; passwords are masked.
     """
     path = sqlite_path(url)
     with one_line_errors(url):
+        options: dict[str, Any]
         if path is not None:
             _check_file(path, create)
-            return RDBStorage(url, engine_kwargs={"connect_args": {"timeout": BUSY_SECONDS}})
-        # These drivers all know the argument; another one brings its own default.
-        known = re.search(r"psycopg|mysql", _parse(url).get_dialect().driver)
-        arguments = {"connect_timeout": CONNECT_SECONDS} if known else {}
-        return RDBStorage(url, engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
+            seconds = BUSY_SECONDS if on_trouble is None else PATIENT_BUSY_SECONDS
+            options = {"connect_args": {"timeout": seconds}}
+        else:
+            # These drivers all know the argument; another one brings its own default.
+            known = re.search(r"psycopg|mysql", _parse(url).get_dialect().driver)
+            arguments = {"connect_timeout": CONNECT_SECONDS} if known else {}
+            options = {"connect_args": arguments, "pool_pre_ping": True}
+        return PatientStorage(
+            url,
+            place=mask(url),
+            path=path,
+            explain=lambda error: _reason(error, url),
+            on_trouble=on_trouble,
+            engine_kwargs=options,
+        )
 
 
 @contextmanager
@@ -115,6 +132,8 @@ def one_line_errors(url: str) -> Iterator[None]:
     """
     try:
         yield
+    except StoreError as error:
+        raise ValueError(str(error)) from error
     except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError, OSError) as error:
         reason = _reason(error, url)
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import optuna
@@ -19,6 +20,7 @@ from mola.allocation import Allocation
 from mola.events import Finished
 from studies.encoding import from_params, to_params
 from studies.note import study_note, trial_note
+from studies.patient import OnTrouble
 from studies.records import (
     BLAMELESS_ATTR,
     CONCLUSION_ATTR,
@@ -28,6 +30,7 @@ from studies.records import (
     REPLICATE,
     RESULT_ATTRS,
     RETRY_ATTR,
+    SAVE_MEMORY_ATTR,
     SEARCH,
     SEED_ATTR,
     SPEC_ATTR,
@@ -94,15 +97,24 @@ def open_study(
     *,
     sampler: optuna.samplers.BaseSampler,
     pruner: optuna.pruners.BasePruner,
+    on_trouble: OnTrouble | None = None,
 ) -> optuna.Study:
     """Create a study, or go on with the one of that name if it is the same search.
+
+    Args:
+        name: Of the study.
+        url: Of its storage.
+        spec: What is searched.
+        sampler: Proposes.
+        pruner: Judges rungs.
+        on_trouble: Told of trouble with the storage that may pass, which is then waited for.
 
     Raises:
         ValueError: The study is another search (each difference is named), or the storage cannot
             be used. One line, without passwords.
     """
     check_study_name(name)
-    storage = connect(url, create=True)
+    storage = connect(url, create=True, on_trouble=on_trouble)
     with one_line_errors(url):
         study = optuna.create_study(
             study_name=name,
@@ -203,7 +215,14 @@ def prune(study: optuna.Study, trial: optuna.Trial) -> None:
     _note(trial, from_params(trial.params), "pruned: worse than the others at a rung")
 
 
-def fail(study: optuna.Study, trial: optuna.Trial, reason: str, *, retry: bool) -> None:
+def fail(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    reason: str,
+    *,
+    retry: bool,
+    save_memory: bool = False,
+) -> None:
     """End a trial that broke.
 
     Args:
@@ -211,11 +230,14 @@ def fail(study: optuna.Study, trial: optuna.Trial, reason: str, *, retry: bool) 
         trial: The trial.
         reason: What happened.
         retry: Whether its allocation runs again on its seed, if it broke for the first time.
+        save_memory: Whether it is then to take less memory.
     """
     history = records(study)
     this = next((r for r in history if r.number == trial.number), None)
     again = retry and this is not None and not _broke_before(study, history, this)
-    _end_failed(study, trial.number, this if again else None, history, {REASON_ATTR: reason})
+    attrs: dict[str, Any] = {REASON_ATTR: reason}
+    also = {SAVE_MEMORY_ATTR: True} if save_memory else {}
+    _end_failed(study, trial.number, this if again else None, history, attrs, also)
     if this is not None:
         _note(trial, this.allocation, f"failed: {reason[:_MAX_REASON]}")
 
@@ -299,20 +321,24 @@ def _end_failed(
     again: TrialRecord | None,
     history: list[TrialRecord],
     attrs: dict[str, Any],
+    also: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Enqueue a trial's allocation again (None: do not), then fail the trial.
+
+    The successor keeps what the trial was told of memory, and gets the attributes of `also`.
 
     In this order, a driver that is killed in between leaves a running trial and its successor;
     `reconcile` then finds the successor and adds no second one.
     """
+    (trial,) = (t for t in study.get_trials(deepcopy=False) if t.number == number)
     if again is not None and not any(
         r.state in ("WAITING", "COMPLETE", "PRUNED")
         for r in history
         if (r.allocation, r.seed) == (again.allocation, again.seed)
     ):
+        kept = {k: v for k, v in trial.user_attrs.items() if k == SAVE_MEMORY_ATTR}
         successor = {LABEL_ATTR: again.label, SEED_ATTR: again.seed, RETRY_ATTR: number}
-        _enqueue(study, again.allocation, successor)
-    (trial,) = (t for t in study.get_trials(deepcopy=False) if t.number == number)
+        _enqueue(study, again.allocation, {**kept, **successor, **also})
     for key, value in attrs.items():
         text = value[:_MAX_REASON] if isinstance(value, str) else value
         # The only way to write to a trial that another process asked for.

@@ -42,7 +42,7 @@ class PretendPool:
 
     Args:
         size: number of workers.
-        script: what happens to a job, in place of a successful training.
+        script: what happens to a job, in place of a successful training; a job hangs after it.
         die_after: the driver is killed at so many finished trials.
         ready_after: polls until the workers are up.
     """
@@ -62,6 +62,7 @@ class PretendPool:
         self.most_running = 0
         self.running: dict[int, list[Event | Failed]] = {}
         self.waiting: set[int] = set()
+        self.killed: list[int] = []
         self.closed = False
 
     @property
@@ -79,7 +80,7 @@ class PretendPool:
         if self.die_after < 0:
             raise KilledError
         events: list[tuple[int, Event | Failed]] = []
-        for number in [n for n in self.running if n not in self.waiting]:
+        for number in [n for n in self.running if n not in self.waiting and self.running[n]]:
             event = self.running[number].pop(0)
             events.append((number, event))
             if isinstance(event, Rung):
@@ -95,6 +96,10 @@ class PretendPool:
     def stop(self, number: int) -> None:
         self.running.pop(number, None)
         self.waiting.discard(number)
+
+    def kill(self, number: int) -> None:
+        self.killed.append(number)
+        self.stop(number)
 
     def close(self) -> None:
         self.closed = True

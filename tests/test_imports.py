@@ -39,7 +39,8 @@ def test_an_import_the_other_way_is_found(tmp_path, module, line):
         "studies/store.py": "import optuna\nimport mola.allocation\n",
         "search/driver.py": "import studies.store\n",
         "search/tune.py": "import ray\n",
-        "search/workers/ray_pool.py": "import ray\n",
+        "search/workers/ray_runtime.py": "import ray\n",
+        **{f"search/{part}/a.py": "" for part in ("console", "full", "report", "sampler")},
     }
     sources[module] += line + "\n"
     for name, source in sources.items():

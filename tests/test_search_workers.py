@@ -23,10 +23,12 @@ ALLOCATION = Allocation([1, 2, 3, 2])
 JOB = Job(0, ALLOCATION, 0, rungs=(2,))
 
 
-def make_task(model: Path, steps: int = 4, learning_rate: float = 1e-2) -> Task:
+def make_task(
+    model: Path, steps: int = 4, learning_rate: float = 1e-2, dropout: float = 0.05
+) -> Task:
     return Task(
         ModelSource(str(model)),
-        AdapterSettings(r=2),
+        AdapterSettings(r=2, lora_dropout=dropout),
         TrainSettings(steps=steps, batch_size=4, learning_rate=learning_rate),
     )
 
@@ -81,6 +83,25 @@ def test_an_evaluation_on_the_way_does_not_change_the_result(
     assert isinstance(last[0], Finished)
     assert isinstance(last[1], Finished)
     assert last[0].objective == last[1].objective
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.0])
+def test_a_trial_that_saves_memory_has_the_same_result(
+    tiny_model_dir: Path, data: TaskData, dropout: float
+) -> None:
+    """Exactly, or but for the order of sums where the micro-batch is halved."""
+    worker = ProxyWorker(make_task(tiny_model_dir, dropout=dropout), data, "cpu", 1)
+    worker.load()
+    usual, thrifty, again = (
+        run_in_process(worker, Job(0, ALLOCATION, 0, save_memory=less))[-1]
+        for less in (False, True, False)
+    )
+    assert isinstance(usual, Finished)
+    assert isinstance(thrifty, Finished)
+    assert isinstance(again, Finished)
+    tolerance = 0 if dropout else 1e-5
+    assert thrifty.objective == pytest.approx(usual.objective, rel=tolerance, abs=0)
+    assert again.objective == usual.objective
 
 
 def test_a_worker_reports_when_its_time_is_up(tiny_model_dir: Path, data: TaskData) -> None:

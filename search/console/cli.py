@@ -15,7 +15,9 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from mola.settings import DTYPES
+from search.console.terminal import drop_stdout, lasting_streams
 
+SYSTEM_ERROR = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -67,13 +69,21 @@ class Command(click.Command):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> NoReturn:
         """Run the command and leave: its status is the callback's int, 0 for None."""
         kwargs["standalone_mode"] = False
-        try:
-            status = super().main(args, *rest, **kwargs)
-        except click.ClickException as error:
-            click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
-            sys.exit(error.exit_code)
-        except click.Abort:
-            sys.exit(INTERRUPTED)
+        with lasting_streams():
+            try:
+                status = super().main(args, *rest, **kwargs)
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except click.ClickException as error:
+                click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
+                sys.exit(error.exit_code)
+            except click.Abort:
+                sys.exit(INTERRUPTED)
+            except OSError as error:  # of the machine, or of who reads our output
+                if not isinstance(error, BrokenPipeError):
+                    click.echo(f"Error: {one_line(error)}", err=True)
+                drop_stdout()
+                sys.exit(SYSTEM_ERROR)
         sys.exit(status if isinstance(status, int) else 0)
 
 

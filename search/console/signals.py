@@ -1,4 +1,4 @@
-"""Turn Ctrl-C and SIGTERM into a request to stop; the second time, stop at once."""
+"""Turn Ctrl-C, SIGTERM and a closed terminal into a request to stop; the second stops at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A system without terminals in the POSIX sense has no SIGHUP.
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -39,7 +42,8 @@ class StopSignals:
     def install(self) -> None:
         """Set the handlers, again where a library has replaced them."""
         for number in _SIGNALS:
-            signal.signal(number, self._receive)
+            if self._before.get(number) is not signal.SIG_IGN or number == signal.SIGINT:
+                signal.signal(number, self._receive)  # what nohup ignores stays ignored
 
     def requested(self) -> bool:
         """Whether a signal came."""

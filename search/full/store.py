@@ -13,6 +13,7 @@ from optuna.trial import TrialState, create_trial
 from mola.allocation import Allocation
 from search.full.results import Conditions, Run, differences
 from studies.encoding import to_params
+from studies.patient import OnTrouble
 from studies.storage import connect, one_line_errors
 from studies.strict import decode
 
@@ -25,20 +26,23 @@ def comparison_name(study: str) -> str:
     return f"{study}.full"
 
 
-def open_comparison(study: str, url: str, conditions: Conditions) -> optuna.Study:
+def open_comparison(
+    study: str, url: str, conditions: Conditions, on_trouble: OnTrouble | None = None
+) -> optuna.Study:
     """Create the record of a search's full fine-tunes, or go on with it.
 
     Args:
         study: Name of the search's study.
         url: Of its storage.
         conditions: Common to all runs.
+        on_trouble: Told of trouble with the storage that may pass, which is then waited for.
 
     Raises:
         ValueError: The runs so far were made under other conditions (each is named), or the
             storage cannot be used.
     """
     name = comparison_name(study)
-    storage = connect(url, create=False)
+    storage = connect(url, create=False, on_trouble=on_trouble)
     with one_line_errors(url):
         found = optuna.create_study(
             study_name=name,

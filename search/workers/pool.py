@@ -18,12 +18,14 @@ class Job:
         allocation: Experts per layer.
         seed: Seed of the data order, dropout and fresh weights.
         rungs: Steps after which it is evaluated on the way and waits for a decision.
+        save_memory: Whether it trades time for memory, without another result.
     """
 
     number: int
     allocation: Allocation
     seed: int
     rungs: tuple[int, ...] = ()
+    save_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,14 @@ class Failed:
     Attributes:
         reason: One line.
         retry: Whether another try may end differently.
+        blameless: Whether it was ended by something outside it, such as the end of Ray.
+        out_of_memory: Whether a GPU or the machine had too little memory for it.
     """
 
     reason: str
     retry: bool = True
+    blameless: bool = False
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,9 @@ class Pool(Protocol):
 
     def stop(self, number: int) -> None:
         """End a trial before its time; later events of it may be ignored."""
+
+    def kill(self, number: int) -> None:
+        """End a trial whose worker does not answer, with the worker, which is replaced."""
 
     def close(self) -> None:
         """End all workers and whatever they run."""

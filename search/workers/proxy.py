@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mola.events import Event, Finished, Rung
-from mola.settings import AdapterSettings, ModelSource, TrainSettings
+from mola.settings import AdapterSettings, ModelSource, TrainSettings, with_less_memory
 from search.workers.pool import Job, Memory
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ class ProxyWorker:
         """Begin a trial; see `advance`."""
         from mola.trial import run_trial
 
+        adapter, train = self._task.adapter, self._task.train
         trial = run_trial(
             self._model,
             self._data,
             job.allocation,
-            self._task.adapter,
-            self._task.train,
+            adapter,
+            with_less_memory(train, adapter) if job.save_memory else train,
             seed=job.seed,
             accelerator=self._accelerator,
             rungs=job.rungs,

@@ -5,20 +5,21 @@ Ray is imported only once a pool is opened.
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from mola.events import Event, Finished, Rung
 from search.full.results import Run
+from search.workers.clock import AwakeClock
 from search.workers.layout import Layout, plan_layout
 from search.workers.pool import Failed, Job, Memory, PoolError
 from search.workers.proxy import ProxyWorker, Task
+from search.workers.ray_runtime import RayWatch, cause_of, connect, failure_of
 
 if TYPE_CHECKING:
     from mola.data import TaskData
@@ -27,6 +28,11 @@ SLICE_SECONDS = 1.0
 """How long a worker trains before it reports: the beat of the progress display."""
 
 MOST_FAILED_STARTS = 3
+MOST_RAY_DEATHS = 3  # without a finished trial between them
+
+LOAD_SECONDS = 3600.0  # that a worker may take to come up: it may download its model
+STOP_SECONDS = 600.0  # that a worker may take to end a trial: it finishes a step or an evaluation
+HEALTH_SECONDS = 5.0  # between two looks at Ray itself
 
 
 class _State(Enum):
@@ -44,6 +50,7 @@ class _Worker:
     actor: Any
     state: _State
     call: Any  # the ObjectRef of the call under way, else None
+    since: float  # of the pool's clock, when it got into LOADING or STOPPING
     job: Job | None = None
     pid: int = 0  # known once it has loaded
 
@@ -52,7 +59,8 @@ class RayPool:
     """A pool of `ProxyWorker` actors; implements `search.workers.pool.Pool`.
 
     A worker that dies, or whose trial raises, is replaced by a fresh process: whatever it left in
-    memory goes with it. Only a loss that is not finite leaves the worker in place.
+    memory goes with it. Only a loss that is not finite leaves the worker in place. A Ray that was
+    started here and died is started again.
 
     Args:
         task: what all trials share.
@@ -79,14 +87,19 @@ class RayPool:
         worker: type[ProxyWorker] = ProxyWorker,
     ) -> None:
         self._worker_type = worker
-        self._ray, self._owns_ray = _connect(address)
+        self._ray, self._owns_ray = connect(address)
+        self._clock = AwakeClock()
+        self._looked = 0.0
+        self._ray_died = False
+        self._failed_starts = 0
+        self._deaths = 0
         try:
             nodes = [n["Resources"] for n in self._ray.nodes() if n["Alive"]]
             self.layout = plan_layout(nodes, workers, gpus_per_worker)
             self._task = task
-            self._data = self._ray.put(data)
-            self._failed_starts = 0
-            self._workers = [self._new_worker() for _ in range(self.layout.workers)]
+            self._rows = data
+            self._watch = RayWatch(self._ray, local=self._owns_ray and address is None)
+            self._start_workers()
         except BaseException:
             self._disconnect()
             raise
@@ -120,8 +133,14 @@ class RayPool:
         worker = self._find(number)
         if worker is not None:
             worker.job = None
-            worker.state = _State.STOPPING
+            worker.state, worker.since = _State.STOPPING, self._clock.look()
             worker.call = worker.actor.stop.remote()
+
+    def kill(self, number: int) -> None:
+        """End a trial whose worker does not answer, with the worker, which is replaced."""
+        worker = self._find(number)
+        if worker is not None:
+            self._replace(worker)
 
     def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed | Memory]]:
         """Wait until a call returns, and give the events that came with it."""
@@ -129,17 +148,28 @@ class RayPool:
         if not calls:
             return []
         self._ray.wait(calls, num_returns=1, timeout=timeout_seconds)
+        now = self._clock.look()
+        if now - self._looked >= HEALTH_SECONDS:
+            self._looked = now
+            if (death := self._watch.death()) is not None:
+                return self._after_death(death)
         done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         events: list[tuple[int, Event | Failed | Memory]] = []
         for worker in list(self._workers):
             if worker.call in done:
                 events += self._receive(worker)
+            elif worker.state is _State.LOADING and now - worker.since > LOAD_SECONDS:
+                self._count_failed_start(f"one did not come up in {LOAD_SECONDS:.0f} s")
+                self._replace(worker)
+            elif worker.state is _State.STOPPING and now - worker.since > STOP_SECONDS:
+                self._replace(worker)
         return events
 
     def close(self) -> None:
         """End all workers at once, and Ray if this pool started it."""
+        self._ray_died = self._ray_died or self._watch.death() is not None
         for worker in self._workers:
-            self._ray.kill(worker.actor)
+            self._end(worker)
         self._disconnect()
 
     def _receive(self, worker: _Worker) -> list[tuple[int, Event | Failed | Memory]]:
@@ -149,39 +179,84 @@ class RayPool:
         try:
             result = self._ray.get(call)
         except Exception as error:  # the worker's boundary: whatever went wrong there
-            failed = _failure(self._ray, error)
-            if isinstance(_cause(error), FloatingPointError):
+            failed = failure_of(self._ray, error)
+            if isinstance(cause_of(error), FloatingPointError):
                 worker.state, worker.job = _State.IDLE, None
-            else:
+                return [] if job is None else [(job.number, failed)]
+            if (death := self._watch.death()) is not None:  # it may have taken the worker along
+                return self._after_death(death)
+            if worker.state is _State.LOADING:
                 # A model that cannot be read will not be readable the next time.
-                hopeless = isinstance(_cause(error), ValueError)
-                self._replace(worker, failed.reason, hopeless=hopeless)
+                self._count_failed_start(
+                    failed.reason, hopeless=isinstance(cause_of(error), ValueError)
+                )
+            self._replace(worker)
             return [] if job is None else [(job.number, failed)]
         if job is None:  # loaded or stopped
             worker.pid = worker.pid or result
             worker.state = _State.IDLE
             self._failed_starts = 0
             return []
+        if not result:
+            self._replace(worker)
+            return [(job.number, Failed("the worker answered with nothing"))]
         if isinstance(result[-1], (Finished, Run)):
             worker.state, worker.job = _State.IDLE, None
+            self._deaths = 0
         elif isinstance(result[-1], Rung):
             worker.state = _State.AT_RUNG
         else:
             worker.call = worker.actor.advance.remote(SLICE_SECONDS)
         return [(job.number, event) for event in result]
 
-    def _replace(self, worker: _Worker, reason: str, *, hopeless: bool) -> None:
-        """Put a fresh process in the place of a worker.
+    def _count_failed_start(self, reason: str, *, hopeless: bool = False) -> None:
+        """Count a worker that did not come up.
 
         Raises:
-            PoolError: workers fail to start time and again, or the next would, too.
+            PoolError: Workers fail to start time and again, or the next would, too.
         """
-        if worker.state is _State.LOADING:
-            self._failed_starts += 1
-            if hopeless or self._failed_starts >= MOST_FAILED_STARTS:
-                raise PoolError(f"workers cannot be started: {reason}")
-        self._ray.kill(worker.actor)
+        self._failed_starts += 1
+        if hopeless or self._failed_starts >= MOST_FAILED_STARTS:
+            raise PoolError(f"workers cannot be started: {reason}")
+
+    def _replace(self, worker: _Worker) -> None:
+        """Put a fresh process in the place of a worker."""
+        self._end(worker)
         self._workers[self._workers.index(worker)] = self._new_worker()
+
+    def _end(self, worker: _Worker) -> None:
+        """End a worker's process, also one that is stopped or hangs where Ray does not reach it."""
+        if not self._ray_died:
+            self._ray.kill(worker.actor)
+        if self._watch.local and worker.pid and _is_rays(worker.pid):
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def _after_death(self, death: str) -> list[tuple[int, Event | Failed | Memory]]:
+        """Start Ray again if it was ours; whatever ran is lost through no fault of its own.
+
+        Raises:
+            PoolError: It was not ours, or it dies time and again.
+        """
+        self._ray_died = True
+        lost = [worker.job.number for worker in self._workers if worker.job is not None]
+        self._deaths += 1
+        if not self._watch.local or self._deaths >= MOST_RAY_DEATHS:
+            raise PoolError(death)
+        for worker in self._workers:
+            self._end(worker)
+        handler = signal.getsignal(signal.SIGTERM)
+        self._ray.shutdown()
+        self._ray, self._owns_ray = connect(None)
+        signal.signal(signal.SIGTERM, handler)  # Ray takes it for itself
+        self._ray_died = False
+        self._watch = RayWatch(self._ray, local=True)
+        self._start_workers()
+        return [(number, Failed(f"{death}; started again", blameless=True)) for number in lost]
+
+    def _start_workers(self) -> None:
+        self._data = self._ray.put(self._rows)
+        self._workers = [self._new_worker() for _ in range(self.layout.workers)]
 
     def _new_worker(self) -> _Worker:
         actor = (
@@ -194,7 +269,7 @@ class RayPool:
             )
             .remote(self._task, self._data, self.layout.device, self.layout.threads)
         )
-        return _Worker(actor, _State.LOADING, actor.load.remote())
+        return _Worker(actor, _State.LOADING, actor.load.remote(), self._clock.look())
 
     def _find(self, number: int) -> _Worker | None:
         return next((w for w in self._workers if w.job and w.job.number == number), None)
@@ -202,53 +277,6 @@ class RayPool:
     def _disconnect(self) -> None:
         if self._owns_ray:
             self._ray.shutdown()
-
-
-def _connect(address: str | None) -> tuple[ModuleType, bool]:
-    """Start or join Ray, quietly.
-
-    Returns:
-        The module, and whether Ray was started or joined here rather than by the caller.
-
-    Raises:
-        PoolError: Ray cannot be started.
-        ValueError: there is no cluster at the address.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray would run the workers at niceness 15, where a busy machine starves them.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    if address is None:
-        # Despite its name this holds on Linux, too: Ray then listens on the loopback address.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    import ray
-
-    if ray.is_initialized():
-        return ray, False
-    # Whatever log_to_driver says, Ray prints its nodes' errors on stdout, a paragraph for each
-    # dead worker. There is no switch; without this function it has nothing to print with.
-    ray._private.worker.print_to_stdstream = _print_nothing
-    packages = Path(__file__).resolve().parent.parent
-    environment = {"py_modules": [str(packages / p) for p in ("mola", "studies", "search")]}
-    try:
-        ray.init(
-            address=address or "local",
-            namespace=f"mola-{uuid4().hex[:8]}",
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env=environment if address else None,
-        )
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        if address is not None:
-            raise ValueError(f"--address {address}: cannot join the cluster: {reason}") from error
-        raise PoolError(f"cannot start Ray on this machine: {reason}") from error
-    return ray, True
-
-
-def _print_nothing(*_: Any, **__: Any) -> None:
-    """Stand in for Ray's own printing; a trial's failure is told in our words."""
 
 
 def _environment(layout: Layout) -> dict[str, str]:
@@ -262,19 +290,11 @@ def _environment(layout: Layout) -> dict[str, str]:
     }
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Give the exception that was raised in the worker, or the one of Ray itself."""
-    return getattr(error, "cause", None) or error
-
-
-def _failure(ray: ModuleType, error: BaseException) -> Failed:
-    """Say in one line what ended a call to a worker."""
-    cause = _cause(error)
-    text = " ".join(str(cause).split())
-    if isinstance(cause, FloatingPointError):
-        return Failed(text, retry=False)
-    if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
-        return Failed("Ray ended the worker because the machine's memory was nearly full")
-    if isinstance(error, ray.exceptions.RayActorError):
-        return Failed("the worker's process died: killed from outside, or out of memory")
-    return Failed(f"{type(cause).__name__}: {text[:300]}" if text else type(cause).__name__)
+def _is_rays(pid: int) -> bool:
+    """Whether a process is one of Ray's workers, rather than a later one of the same id."""
+    if not Path("/proc/self").exists():
+        return True
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return False
