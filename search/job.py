@@ -32,6 +32,7 @@ def open_study(plan: Plan) -> tuple[optuna.Study, str]:
     from search.console.results import study_folder
     from search.pruner import make_pruner
     from search.sampler import make_sampler
+    from search.sampler.projected import ProjectedSampler
     from studies import store
     from studies.storage import mask
 
@@ -41,6 +42,8 @@ def open_study(plan: Plan) -> tuple[optuna.Study, str]:
     sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed)
     pruner = make_pruner(settings.pruner)
     study = store.open_study(name, url, plan.spec, sampler=sampler, pruner=pruner)
+    if isinstance(sampler, ProjectedSampler):
+        sampler.check(study)
     in_force = {field.name: getattr(settings, field.name) for field in fields(settings)}
     if settings.storage is not None and mask(settings.storage) != settings.storage:
         in_force["storage"] = None  # a file is no place for a password

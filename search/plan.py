@@ -142,7 +142,7 @@ def prepare(settings: Settings) -> Plan:
         )
     if settings.confirm_seeds == 1:
         raise ValueError("--confirm-seeds 1 gives no interval; use at least 2, or 0 for none")
-    name = settings.study or default_study_name(settings)
+    name = default_study_name(settings) if settings.study is None else settings.study
     rungs = check_rungs(settings.rungs, settings.steps)
     settings = replace(settings, study=name, rungs=rungs)
     source, adapter, train = settings.source, settings.adapter, settings.train
@@ -162,6 +162,7 @@ def prepare(settings: Settings) -> Plan:
         settings.max_experts,
         settings.fix,
     )
+    adapter.check_rank(max(budget.highs))
     priors = read_priors(settings.prior, budget)
     base.check_length(source, settings.max_length)
     data = _load_data(settings)

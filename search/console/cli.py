@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,10 @@ import click
 from mola.settings import DTYPES
 
 USAGE_ERROR = 2
+LARGEST = 1_000_000_000
+MOST_ROWS = 1_000_000  # of a step
+MOST_WORKERS = 10_000
+MOST_SEEDS = 1000
 INTERRUPTED = 130
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -95,8 +100,9 @@ class CommaList(click.ParamType[tuple[Any, ...]]):
         if isinstance(value, str):
             text = value.strip()
             value = [] if text == "none" else [part.strip() for part in text.split(",")]
-        elif self.item is int and any(type(part) is not int for part in value):
-            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
+        elif any(type(part) is not self.item for part in value):
+            items_are = "whole numbers" if self.item is int else "texts"
+            self.fail(f"{value!r:.80} is not a list of {items_are}", param, ctx)
         try:
             items = tuple(self.item(part) for part in value)
         except ValueError:
@@ -124,18 +130,39 @@ def group(*options: Callable[[Any], Any]) -> Callable[[CommandT], CommandT]:
 
 
 class Whole(click.IntRange):
-    """An integer in a range, called so in messages and help."""
+    """An integer in a range, called so in messages and help.
+
+    Args:
+        min: the smallest one.
+        max: the largest one, so that a slip of the finger does not fill the memory.
+    """
 
     name = "integer"
 
+    def __init__(self, min: int, max: int = LARGEST) -> None:  # noqa: A002 - click's names
+        super().__init__(min, max)
+
+    def _describe_range(self) -> str:
+        return super()._describe_range() if self.max != LARGEST else f"x>={self.min}"
+
 
 class Number(click.FloatRange):
-    """A number in a range, called so in messages and help."""
+    """A finite number in a range, called so in messages and help."""
 
     name = "number"
 
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Give a float; NaN compares with nothing, so that a range alone lets it pass."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
 
 positive = Whole(min=1)
+first_seed = Whole(min=0, max=2**31 - 1 - MOST_SEEDS)  # what every generator of numbers takes
 rate = Number(min=0, min_open=True)
 
 model_options = group(
@@ -229,7 +256,7 @@ training_options = group(
     option(
         "Training",
         "--batch-size",
-        type=positive,
+        type=Whole(1, MOST_ROWS),
         default=8,
         help="Rows per optimizer step.",
     ),
