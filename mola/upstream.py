@@ -266,7 +266,7 @@ def _unstacked(config: MolaConfig, weights: dict[str, Tensor]) -> Iterator[tuple
         raise ValueError("modules_to_save cannot be taken over into the reference's form")
     for module in _modules(weights):
         layer, A = _layer(module), weights[f"{module}.lora_A.weight"]
-        B = weights.get(f"{module}.lora_B.weight", A[:0])
+        B = weights.get(f"{module}.lora_B.weight", A.new_empty(0))
         if layer >= len(config.experts):
             raise ValueError(f"{module}: adapter_config.json has {len(config.experts)} layers")
         N = config.experts[layer]

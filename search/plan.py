@@ -166,6 +166,7 @@ def prepare(settings: Settings) -> Plan:
     priors = read_priors(settings.prior, budget)
     base.check_length(source, settings.max_length)
     data = _load_data(settings)
+    base.check_vocabulary(source, data.highest_token)
     spec = StudySpec(
         num_layers=budget.num_layers,
         total=budget.total,

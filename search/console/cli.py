@@ -18,6 +18,7 @@ import click
 from mola.settings import DTYPES
 
 USAGE_ERROR = 2
+LONGEST_ERROR = 2000  # characters; what was typed or read may be megabytes
 LARGEST = 1_000_000_000
 MOST_ROWS = 1_000_000  # of a step
 MOST_WORKERS = 10_000
@@ -45,6 +46,11 @@ def user_errors() -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """Say an exception in one line; its type where it has no words of its own."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Write control characters, which would steer a terminal, as escapes; lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class Option(click.Option):
@@ -75,7 +81,8 @@ class Command(click.Command):
         try:
             status = super().main(args, *rest, **kwargs)
         except click.ClickException as error:
-            click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
+            message = printable(" ".join(error.format_message().split()))
+            click.echo(f"Error: {message[:LONGEST_ERROR]}", err=True)
             sys.exit(error.exit_code)
         except click.Abort:
             sys.exit(INTERRUPTED)
@@ -155,9 +162,12 @@ class Number(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """Give a float; NaN compares with nothing, so that a range alone lets it pass."""
-        number: float = super().convert(value, param, ctx)
+        try:
+            number: float = super().convert(value, param, ctx)
+        except OverflowError:  # an integer of a file, beyond all floats
+            number = math.inf
         if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number.", param, ctx)
+            self.fail(f"{number} is not a finite number.", param, ctx)
         return number
 
 

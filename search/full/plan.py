@@ -103,6 +103,7 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
     _check_layers({name: allocation}, base.num_layers(source), source.display_name)
     base.check_length(source, max_length)
     data = _load(source, place, template, max_length)
+    base.check_vocabulary(source, data.highest_token)
     allocations = {name: allocation, **_compared(options, allocation, source)}
     _check_layers(allocations, allocation.num_layers, source.display_name)
     adapter = _adapter(document)
