@@ -27,14 +27,20 @@ def read_adapter(folder: Path) -> tuple[MolaConfig, dict[str, Tensor]]:
 
     Raises:
         ValueError: If the folder holds no MoLA adapter, its format is newer than this code, a value
-            is wrong, or the weights cannot be read.
+            is wrong, or the weights cannot be read or are no finite floating-point numbers.
     """
     config = read_adapter_config(folder)
     path = folder / SAFETENSORS_WEIGHTS_NAME
     try:
-        return config, load_file(path)
+        weights = load_file(path)
     except Exception as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+        raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    for key, weight in weights.items():
+        if not weight.is_floating_point():
+            raise ValueError(f"{path}: {key:.80} holds {weight.dtype}, not floating-point numbers")
+        if not weight.float().isfinite().all():
+            raise ValueError(f"{path}: {key:.80} holds numbers that are not finite")
+    return config, weights
 
 
 def read_adapter_config(folder: Path) -> MolaConfig:

@@ -17,7 +17,9 @@ from itertools import groupby
 
 import numpy as np
 
-_MAX_LAYERS = 10_000  # so that a mistyped repeat count cannot fill the memory
+MAX_EXPERTS = 4096  # of a layer; this and the next two, so that a mistyped or hostile number
+_MAX_LAYERS = 10_000  # cannot fill the memory
+_MAX_CELLS = 2_000_000  # of the table by which a budget counts its members
 _TERM = re.compile(r"(\d+)(?:x(\d+))?", re.ASCII)
 
 
@@ -32,7 +34,7 @@ class Allocation:
             too), kept as a tuple of Python ints. 0 leaves a layer frozen, 1 is plain LoRA.
 
     Raises:
-        ValueError: there is no layer, or a count is not an integer of at least 0.
+        ValueError: there is no layer, or a count is not an integer of 0 to `MAX_EXPERTS`.
     """
 
     experts: tuple[int, ...]
@@ -40,10 +42,12 @@ class Allocation:
     def __init__(self, experts: Sequence[int] | np.ndarray) -> None:
         if isinstance(experts, (str, bytes)):
             raise ValueError(
-                f"experts must be a sequence of integers, not the text {experts!r}; "
+                f"experts must be a sequence of integers, not the text {experts!r:.80}; "
                 "use Allocation.parse for text"
             )
-        counts = tuple(_count(f"experts of layer {i}", n) for i, n in enumerate(experts))
+        counts = tuple(
+            _count(f"experts of layer {i}", n, MAX_EXPERTS) for i, n in enumerate(experts)
+        )
         if not counts:
             raise ValueError("an allocation needs at least one layer, but experts is empty")
         object.__setattr__(self, "experts", counts)
@@ -79,11 +83,12 @@ class Allocation:
             layers = int(match[2] or 1) if match else 0
             if match is None or layers == 0:
                 raise ValueError(
-                    f"{term!r} in the allocation {text!r} is not a count of experts; expected "
-                    "'2,2,4' or '2x8 4x8', where 2x8 means eight layers with 2 experts each"
+                    f"{term!r:.40} in the allocation {text!r:.80} is not a count of experts; "
+                    "expected '2,2,4' or '2x8 4x8', where 2x8 means eight layers with 2 experts "
+                    "each"
                 )
             if len(counts) + layers > _MAX_LAYERS:
-                raise ValueError(f"the allocation {text!r} has more than {_MAX_LAYERS} layers")
+                raise ValueError(f"the allocation {text!r:.80} has more than {_MAX_LAYERS} layers")
             counts += [int(match[1])] * layers
         if not counts:
             raise ValueError(f"the allocation {text!r} is empty; expected '2,2,4' or '2x8 4x8'")
@@ -109,7 +114,8 @@ class ExpertBudget:
     equal sets of bounds compare equal.
 
     Raises:
-        ValueError: an argument is not a count, or no allocation satisfies them all.
+        ValueError: an argument is not a count, no allocation satisfies them all, or there are so
+            many that they cannot be counted.
     """
 
     num_layers: int
@@ -129,9 +135,9 @@ class ExpertBudget:
         if not 1 <= num_layers <= _MAX_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MAX_LAYERS}, got {num_layers}")
         lows = _per_layer("low", low, num_layers)
-        twice_the_mean = -(-2 * total // num_layers)
+        twice_the_mean = min(-(-2 * total // num_layers), MAX_EXPERTS)
         highs = _per_layer("high", twice_the_mean if high is None else high, num_layers)
-        _check_reach(total, lows, None if high is None else highs)
+        _check_reach(total, lows, None if high is None and total <= sum(highs) else highs)
         for layer, (fewest, most) in enumerate(zip(lows, highs, strict=True)):
             if fewest > most:
                 source = " (twice the mean, as high was not given)" if high is None else ""
@@ -139,6 +145,13 @@ class ExpertBudget:
                     f"layer {layer} has low={fewest} above high={most}{source}; "
                     "change --min-experts or --max-experts"
                 )
+        free = total - sum(lows)
+        if num_layers * (free + 1) > _MAX_CELLS:
+            raise ValueError(
+                f"total={_shown(total)} leaves {_shown(free)} experts to place in {num_layers} "
+                f"layers, and more than {_MAX_CELLS // num_layers} are too many; lower --budget or "
+                "raise --min-experts"
+            )
         for name, value in (
             ("num_layers", num_layers),
             ("total", total),
@@ -279,7 +292,7 @@ def _below(size: int, rng: np.random.Generator) -> int:
             return draw
 
 
-def _count(name: str, value: object) -> int:
+def _count(name: str, value: object, most: int | None = None) -> int:
     """Give a count as a Python int; bools and floats are refused, even whole ones."""
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -288,15 +301,22 @@ def _count(name: str, value: object) -> int:
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
     if number < 0:
-        raise ValueError(f"{name} must be at least 0, got {number}")
+        raise ValueError(f"{name} must be at least 0, got {_shown(number)}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {_shown(number)}")
     return int(number)
+
+
+def _shown(number: int) -> str:
+    """Write a number; Python refuses to write one of thousands of digits."""
+    return str(number) if abs(number) < 10**30 else "a number of more than 30 digits"
 
 
 def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
     """Spread one bound over the layers, or check that there is one per layer."""
     if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, (str, bytes)):
-        return (_count(name, value),) * num_layers
-    bounds = tuple(_count(f"{name} of layer {i}", n) for i, n in enumerate(value))
+        return (_count(name, value, MAX_EXPERTS),) * num_layers
+    bounds = tuple(_count(f"{name} of layer {i}", n, MAX_EXPERTS) for i, n in enumerate(value))
     if len(bounds) != num_layers:
         raise ValueError(
             f"{name} must be one number or one per layer: expected {num_layers}, got {len(bounds)}"

@@ -67,6 +67,26 @@ def check_length(source: ModelSource, max_length: int) -> None:
         raise ValueError(f"--max-length {max_length}: the model's context is {limit} tokens")
 
 
+def check_vocabulary(source: ModelSource, highest_token: int) -> None:
+    """Check that the model has an embedding for each token of the data.
+
+    Args:
+        source: The model.
+        highest_token: The largest token id.
+
+    Raises:
+        ValueError: If it has not: the tokenizer is another model's, or got tokens of its own.
+    """
+    config = load_config(source)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(config, "vocab_size", None)
+    if size and highest_token >= size:
+        raise ValueError(
+            f"model {source.display_name!r}: its tokenizer gives the token {highest_token}, but "
+            f"the model has {size}; the tokenizer is another model's, or has tokens of its own"
+        )
+
+
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 

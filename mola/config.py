@@ -11,11 +11,10 @@ from typing import Any
 from peft import PeftConfig, TaskType
 
 from mola.allocation import Allocation
+from mola.settings import MAX_RANK
 
 FORMAT_VERSION = 2  # 1 lacks the balance loss's variant and the marks of the base model
 BALANCE_VARIANTS = ("per_router", "pooled")
-MAX_EXPERTS = 4096  # of a layer, and
-MAX_RANK = 65_536  # so that a mistyped or hostile file cannot fill the memory
 
 
 class _PeftTypeName(str):
@@ -105,7 +104,6 @@ class MolaConfig(PeftConfig):
     def _requirements(self) -> Iterator[tuple[str, bool, str]]:
         """Yield (field, whether its value is valid, what is expected)."""
         most = max(self.experts)
-        yield "experts", most <= MAX_EXPERTS, f"at most {MAX_EXPERTS} experts a layer"
         yield "r", _is_integer(self.r) and self.r >= 1, "an integer of at least 1"
         yield "r", most * self.r <= MAX_RANK, f"at most {MAX_RANK} divided by a layer's experts"
         yield "lora_alpha", _is_number(self.lora_alpha) and self.lora_alpha > 0, "positive"

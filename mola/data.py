@@ -54,6 +54,7 @@ class TaskData:
         name: The data set's name, for people.
         has_choices: Whether the rows of validation and test have choices.
         fingerprint: Hash of every split's token ids and structure.
+        highest_token: The largest token id of all splits; a model has embeddings up to it.
     """
 
     train: Dataset
@@ -62,6 +63,7 @@ class TaskData:
     name: str
     has_choices: bool
     fingerprint: str
+    highest_token: int
 
 
 def encode_splits(
@@ -89,8 +91,8 @@ def encode_splits(
         name: The data set's name, for people and errors.
 
     Raises:
-        ValueError: If the tokenizer lacks an end token or the chat template that is asked for, the
-            template is wrong, or an answer leaves no room for a prompt.
+        ValueError: If the tokenizer lacks an end token or the chat template that is asked for, or
+            knows no letters, the template is wrong, or an answer leaves no room for a prompt.
 
     Warns:
         UserWarning: If prompts were cut, with their number.
@@ -124,6 +126,7 @@ def encode_splits(
         name=name,
         has_choices=has_choices,
         fingerprint=_fingerprint(data),
+        highest_token=max(max(map(max, rows["input_ids"])) for rows in data.values()),
     )
 
 
@@ -131,6 +134,8 @@ def _leading_specials(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before a text: mostly its begin token, or none."""
     bare = _tokenize(tokenizer, ["a"])[0]
     whole: list[int] = tokenizer("a")["input_ids"]
+    if not bare or bare[0] not in whole:
+        raise ValueError("the tokenizer makes no token of the letter a; is it the model's?")
     return whole[: whole.index(bare[0])]
 
 

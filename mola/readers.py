@@ -5,6 +5,7 @@ Nothing is repaired: what cannot be read is an error that says where it is.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -121,11 +122,12 @@ def _read_json(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[str, object]]:
-    reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
+    text = _read_text(path)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
     try:
         line = 1
-        for cells in reader:
+        for cells in _whole_cells(reader, text):
             where, line = f"{path}:{line}", reader.line_num + 1
             if not cells:
                 continue
@@ -141,6 +143,19 @@ def _read_csv(path: Path) -> Iterator[tuple[str, object]]:
             yield where, row
     except csv.Error as error:
         raise ValueError(f"{path}:{reader.line_num}: malformed CSV ({error})") from error
+
+
+def _whole_cells(reader: Any, text: str) -> Iterator[list[str]]:
+    """Yield the records of a CSV file without the module's limit of 128 KiB for a cell."""
+    while True:
+        limit = csv.field_size_limit(max(len(text), 1))  # one for the whole process
+        try:
+            cells = next(reader, None)
+        finally:
+            csv.field_size_limit(limit)
+        if cells is None:
+            return
+        yield cells
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
@@ -168,6 +183,8 @@ def _read_text(path: Path) -> str:
         raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{path}: it is UTF-16, not UTF-8; re-encode it")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -184,12 +201,22 @@ def _skip(text: str, position: int) -> int:
 
 def _parse_json(path: Path, text: str, first_line: int = 1) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise ValueError(f"{path}:{line}: malformed JSON ({error.msg})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
         raise ValueError(f"{path}:{first_line}: unreadable JSON ({error})") from error
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make an object of its keys, of which JSON's reader would keep the last of two alike."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{short(twice)} is there twice")
+    return found
 
 
 def _parse_choices_cell(where: str, cell: str) -> object:
@@ -220,7 +247,7 @@ def require_columns(where: str, columns: Iterable[object]) -> None:
 
 def short(value: object) -> str:
     """Quote a value on one line, shortened."""
-    text = repr(value)
+    text = repr(value[:60] if isinstance(value, (str, bytes)) else value)  # rows may be huge
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -7,12 +7,16 @@ what does not fit is an error that says where it is.
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any, NamedTuple
 
 import datasets
 
 from mola.readers import Located, locate, require_columns, short
+
+# Control characters but for tab, line feed, vertical tab, form feed and carriage return.
+_ODD = re.compile("[\x01-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 
 
 class Row(NamedTuple):
@@ -47,7 +51,8 @@ def load_splits(
             have choices, or none. Validation and test agree in it; train may do without.
 
     Warns:
-        UserWarning: If prompts of validation or test are in train too, with their number.
+        UserWarning: If prompts of validation or test are in train too, or texts hold control
+            characters or marks of a wrong decoding, with the number of rows.
     """
     if limit_validation is not None and limit_validation < 1:
         raise ValueError(f"limit_validation={limit_validation} must be at least 1")
@@ -60,6 +65,7 @@ def load_splits(
         rows = {split: _check_split(name, found) for split, (name, found) in locate(data).items()}
         _check_choices_agree(data, rows)
         _warn_of_leaks(data, rows)
+        _warn_of_control_characters(data, rows)
         splits = {split: _as_dataset(checked) for split, checked in rows.items()}
     if limit_validation is not None:
         validation = splits["validation"]
@@ -125,6 +131,8 @@ def _check_choices(where: str, choices: object, output: str) -> list[str]:
 def _text(where: str, column: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: {column} must be text, got {short(value)}")
+    if "\0" in value:
+        raise ValueError(f"{where}: {column} holds a NUL character; is the file damaged?")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -151,6 +159,21 @@ def _warn_of_leaks(data: str, rows: dict[str, list[Row]]) -> None:
                 f"too; {split} results will look better than they are",
                 stacklevel=3,
             )
+
+
+def _warn_of_control_characters(data: str, rows: dict[str, list[Row]]) -> None:
+    for split, checked in rows.items():
+        odd = sum(any(map(_ODD.search, _texts(row))) for row in checked)
+        if odd:
+            warnings.warn(
+                f"{data}: {odd} of {len(checked)} {split} rows hold control characters, or U+FFFD "
+                "from a wrong decoding; they are used as they are",
+                stacklevel=3,
+            )
+
+
+def _texts(row: Row) -> list[str]:
+    return [row.instruction, row.input, row.output, *(row.choices or ())]
 
 
 def _as_dataset(rows: list[Row]) -> datasets.Dataset:

@@ -6,10 +6,12 @@ No torch here: the command line, the study's record and the workers exchange the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 DEMO_MODEL = "built-in demonstration model"
 DEMO_TASK = "built-in task"
+MAX_RANK = 65_536  # of a layer's experts together, so that a wrong file cannot fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -57,6 +59,9 @@ class AdapterSettings:
         target_modules: Suffixes of the adapted modules; None is every linear layer of the blocks.
         top_k: Experts that a token is sent to (all of a layer's, where it has fewer).
         router_aux_loss_coef: Weight of the balance loss; 0 turns it off.
+
+    Raises:
+        ValueError: A value is out of its range or not finite.
     """
 
     r: int = 8
@@ -65,6 +70,34 @@ class AdapterSettings:
     target_modules: tuple[str, ...] | None = None
     top_k: int = 2
     router_aux_loss_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.r <= MAX_RANK, f"r={self.r} must be from 1 to {MAX_RANK}")
+        _require(
+            0 < self.lora_alpha < math.inf,
+            f"lora_alpha={self.lora_alpha} must be a positive number",
+        )
+        _require(0 <= self.lora_dropout < 1, f"lora_dropout={self.lora_dropout} must be in [0, 1)")
+        _require(self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
+        coefficient = self.router_aux_loss_coef
+        _require(
+            0 <= coefficient < math.inf, f"router_aux_loss_coef={coefficient} must be 0 or more"
+        )
+
+    def check_rank(self, most_experts: int) -> None:
+        """Refuse experts that are too large together.
+
+        Args:
+            most_experts: Experts of the layer that has the most.
+
+        Raises:
+            ValueError: Their ranks add up to more than `MAX_RANK`.
+        """
+        _require(
+            self.r * most_experts <= MAX_RANK,
+            f"{most_experts} experts of rank {self.r} in a layer are more than {MAX_RANK} ranks in "
+            "all; lower --r or --max-experts",
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +112,9 @@ class TrainSettings:
         warmup_steps: Steps of warm-up; None is a tenth of `steps`, at most 100.
         max_grad_norm: Gradients are clipped to this norm.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
+
+    Raises:
+        ValueError: A value is out of its range or not finite.
     """
 
     steps: int = 40
@@ -96,7 +132,18 @@ class TrainSettings:
             self.micro_batch is None or 1 <= self.micro_batch <= self.batch_size,
             f"micro_batch={self.micro_batch} must be between 1 and batch_size={self.batch_size}",
         )
-        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
+        _require(
+            0 < self.learning_rate < math.inf,
+            f"learning_rate={self.learning_rate} must be a positive number",
+        )
+        _require(
+            self.warmup_steps is None or self.warmup_steps >= 0,
+            f"warmup_steps={self.warmup_steps} must be 0 or more",
+        )
+        _require(
+            0 < self.max_grad_norm < math.inf,
+            f"max_grad_norm={self.max_grad_norm} must be a positive number",
+        )
 
     @property
     def warmup(self) -> int:

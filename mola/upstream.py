@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -31,7 +31,9 @@ from mola.adapter_file import read_adapter
 from mola.config import MolaConfig
 
 _KEY = re.compile(
-    r"(?P<module>.+\.(?P<layer>\d+)\..+)\.(?:lora_(?P<side>[AB])_(?P<e>\d+)|router\.router)\.weight"
+    r"(?P<module>.+\.(?P<layer>\d{1,4})\..+)\."
+    r"(?:lora_(?P<side>[AB])_(?P<e>\d{1,4})|router\.router)\.weight",
+    re.ASCII,
 )
 
 
@@ -116,9 +118,16 @@ def convert(source: Path, target: Path, *, top_k: int = 2) -> str:
     return f"{target}: {config.allocation.total} experts, {config.allocation}, in {form} form"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of all commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m mola.upstream",
         description="Convert an adapter of MoLA's reference implementation (GCYZSL/MoLA) into one "
         "of this project, or the other way round.",
@@ -132,11 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="K",
         help="experts that a token is sent to, which the reference's files do not say (default 2)",
     )
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parse_args(arguments)
         sys.stdout.write(convert(options.source, options.target, top_k=options.top_k) + "\n")
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"Error: {error}\n")
+        sys.stderr.write(f"Error: {' '.join(str(error).split())}\n")
         return 2
     return 0
 
@@ -187,12 +196,17 @@ def _sorted_out(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         if wrong or parts["router"].shape[0] != N:
             detail = f"missing or surplus: {', '.join(wrong[:4])}" if wrong else "another router"
             raise ValueError(f"{module} has no whole set of experts ({detail})")
+        if len({t.shape[1] for name, t in parts.items() if name[0] != "B"}) != 1 or (
+            len({t.shape[0] for name, t in parts.items() if name[0] == "B"}) != 1
+        ):
+            raise ValueError(f"{module} has experts of different widths")
     return modules
 
 
 def _layer(module: str) -> int:
-    match = re.search(r"\.(\d+)\.", module)
-    assert match is not None
+    match = re.search(r"\.(\d{1,4})\.", module, re.ASCII)
+    if match is None:
+        raise ValueError(f"{module} is in no numbered layer")
     return int(match[1])
 
 
@@ -251,9 +265,12 @@ def _unstacked(config: MolaConfig, weights: dict[str, Tensor]) -> Iterator[tuple
     if config.modules_to_save:
         raise ValueError("modules_to_save cannot be taken over into the reference's form")
     for module in _modules(weights):
-        A, B = weights[f"{module}.lora_A.weight"], weights[f"{module}.lora_B.weight"]
-        N = config.experts[_layer(module)]
-        if (A.shape[0], B.shape[1]) != (N * config.r, N * config.r):
+        layer, A = _layer(module), weights[f"{module}.lora_A.weight"]
+        B = weights.get(f"{module}.lora_B.weight", A.new_empty(0))
+        if layer >= len(config.experts):
+            raise ValueError(f"{module}: adapter_config.json has {len(config.experts)} layers")
+        N = config.experts[layer]
+        if A.dim() != 2 or B.dim() != 2 or (A.shape[0], B.shape[1]) != (N * config.r, N * config.r):
             raise ValueError(f"{module} has no {N} experts of rank {config.r}")
         for e, (a, b) in enumerate(zip(A.chunk(N), B.chunk(N, dim=1), strict=True)):
             yield f"{module}.lora_A_{e}.weight", a.clone()

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from search.console.cli import Command, Number, Whole, option, positive, study_options, user_errors
+from search.console.cli import (
+    MOST_SEEDS,
+    MOST_WORKERS,
+    Command,
+    Number,
+    Whole,
+    first_seed,
+    option,
+    study_options,
+    user_errors,
+)
 from search.console.signals import StopSignals
 from search.console.terminal import calm_libraries, warnings_as_lines
 from search.full.options import full_training_options
@@ -47,14 +57,14 @@ FOLDER = "full"  # in the study's folder
 @option(
     "Comparison",
     "--seeds",
-    type=Whole(min=2),
+    type=Whole(2, MOST_SEEDS),
     default=5,
     help="Number of seeds; each has its own data order, the same for all allocations.",
 )
 @option(
     "Comparison",
     "--seed",
-    type=Whole(min=0),
+    type=first_seed,
     default=10,
     help="First seed. None that a search uses by default.",
 )
@@ -72,7 +82,12 @@ FOLDER = "full"  # in the study's folder
     help="Let code that comes with the model run on this machine.",
 )
 @full_training_options
-@option("Machines", "--workers", type=positive, help="Fine-tunes at a time, as for search.run.")
+@option(
+    "Machines",
+    "--workers",
+    type=Whole(1, MOST_WORKERS),
+    help="Fine-tunes at a time, as for search.run.",
+)
 @option(
     "Machines",
     "--gpus-per-worker",

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from search.bounds import Fixed, PerLayer
-from search.console.cli import CommaList, UserError, one_line
+from search.console.cli import CommaList, UserError, one_line, user_errors
+from studies.strict import shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,7 +25,8 @@ _FLAGS_ONLY = ("config", "dry_run", "help")
 def use_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
     """Take the settings of a file as the command's defaults: the callback of `--config`."""
     if path is not None:
-        ctx.default_map = check(read(path), ctx.command, path)
+        with user_errors():
+            ctx.default_map = check(read(path), ctx.command, path)
     return path
 
 
@@ -35,13 +37,15 @@ def read(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read or does not hold settings.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             settings = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
             settings = _parse_yaml(text)
         else:
             raise UserError(f"{path}: expected a file that ends in .toml, .yaml or .yml")
+    except RecursionError as error:
+        raise UserError(f"{path}: it is nested too deeply") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {one_line(error)}") from error
     return settings
@@ -63,7 +67,7 @@ def check(settings: Mapping[str, Any], command: click.Command, path: Path) -> di
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{path}: unknown setting {str(key)!r}{hint}")
+            raise UserError(f"{path}: unknown setting {shown(key)}{hint}")
         if name in checked:
             raise UserError(f"{path}: the setting {name!r} is given twice")
         checked[name] = _typed(options[name], value, path)
@@ -95,8 +99,23 @@ def _plain(value: Any) -> Any:
 def _parse_yaml(text: str) -> dict[str, Any]:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses what would be lost, or grow without end, on the way to settings."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases (*name) are not supported")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise yaml.YAMLError(f"{shown(name)} is given twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        settings = yaml.safe_load(text)
+        settings = yaml.load(text, Loader)  # noqa: S506 - a safe loader, made stricter
     except yaml.YAMLError as error:
         raise ValueError(one_line(error)) from error
     if settings is None:
@@ -126,5 +145,5 @@ def _typed(option: click.Parameter, value: Any, path: Path) -> Any:
     else:
         wanted, right = "text", isinstance(value, str)
     if not right:
-        raise UserError(f"{path}: {option.name} must be {wanted}, got {value!r}")
+        raise UserError(f"{path}: {option.name} must be {wanted}, got {shown(value)}")
     return value

@@ -61,6 +61,7 @@ def open_study(plan: Plan) -> Iterator[Opened]:
     from search.driver import StopRequestedError
     from search.pruner import make_pruner
     from search.sampler import make_sampler
+    from search.sampler.projected import ProjectedSampler
     from studies import store
     from studies.claim import claim
 
@@ -73,6 +74,8 @@ def open_study(plan: Plan) -> Iterator[Opened]:
     study = store.open_study(
         name, url, plan.spec, sampler=sampler, pruner=pruner, on_trouble=trouble
     )
+    if isinstance(sampler, ProjectedSampler):
+        sampler.check(study)
     with claim(study, url, trouble.say) as held:
         _write_settings(plan)
         yield Opened(study, url, held, trouble)

@@ -146,7 +146,7 @@ def prepare(settings: Settings) -> Plan:
         raise ValueError("--confirm-seeds 1 gives no interval; use at least 2, or 0 for none")
     if settings.trial_timeout is not None and math.isnan(settings.trial_timeout):
         raise ValueError("--trial-timeout nan is no number of seconds")
-    name = settings.study or default_study_name(settings)
+    name = default_study_name(settings) if settings.study is None else settings.study
     rungs = check_rungs(settings.rungs, settings.steps)
     settings = replace(settings, study=name, rungs=rungs)
     source, adapter, train = settings.source, settings.adapter, settings.train
@@ -166,9 +166,11 @@ def prepare(settings: Settings) -> Plan:
         settings.max_experts,
         settings.fix,
     )
+    adapter.check_rank(max(budget.highs))
     priors = read_priors(settings.prior, budget)
     base.check_length(source, settings.max_length)
     data = _load_data(settings)
+    base.check_vocabulary(source, data.highest_token)
     spec = StudySpec(
         num_layers=budget.num_layers,
         total=budget.total,

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mola.settings import DTYPES
-from search.console.cli import Command, Whole, one_line, option, positive, user_errors
+from search.console.cli import (
+    MOST_SEEDS,
+    Command,
+    Whole,
+    first_seed,
+    one_line,
+    option,
+    positive,
+    user_errors,
+)
 from search.console.signals import StopSignals
 from search.console.terminal import calm_libraries, warnings_as_lines
 from search.full.options import full_training_options
@@ -47,12 +56,16 @@ FAILED = 1
     "scaled to the same total, or an allocation file. Repeatable.",
 )
 @option(
-    "Allocation", "--seeds", type=positive, default=1, help="Number of seeds of each allocation."
+    "Allocation",
+    "--seeds",
+    type=Whole(1, MOST_SEEDS),
+    default=1,
+    help="Number of seeds of each allocation.",
 )
 @option(
     "Allocation",
     "--seed",
-    type=Whole(min=0),
+    type=first_seed,
     default=10,
     help="First seed. The default is the paper's, and none that a search uses by default.",
 )

@@ -12,12 +12,15 @@ from mola.demo import DEFAULTS
 from search import config, job
 from search.bounds import Fixed, PerLayer
 from search.console.cli import (
+    MOST_SEEDS,
+    MOST_WORKERS,
     CommaList,
     Command,
     Number,
     Whole,
     adapter_options,
     data_options,
+    first_seed,
     model_options,
     option,
     positive,
@@ -129,14 +132,14 @@ def _demo_defaults() -> str:
 @option(
     "Search",
     "--confirm-seeds",
-    type=Whole(min=0),
+    type=Whole(0, MOST_SEEDS),
     default=3,
     help="Number of fresh seeds; 0: the winner stays unconfirmed.",
 )
 @option(
     "Search",
     "--seed",
-    type=Whole(min=0),
+    type=first_seed,
     default=0,
     help="Seed of proxies and sampler; the fresh seeds follow it.",
 )
@@ -147,7 +150,7 @@ def _demo_defaults() -> str:
 @option(
     "Machines",
     "--workers",
-    type=positive,
+    type=Whole(1, MOST_WORKERS),
     help="Proxies at a time.  [default: one per GPU, else one per core, at most 4]",
 )
 @option(

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from search.console.cli import Command, option, study_options, user_errors
+from search.console.cli import (
+    Command,
+    one_line,
+    option,
+    printable,
+    study_options,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -36,10 +43,12 @@ def main(study: str | None, root: Path, storage: str | None) -> None:
         now = datetime.now()
         if study is not None:
             loaded = load_study(study, storage_url(root, study, storage))
-            click.echo(describe(read_findings(loaded), now))
+            click.echo(printable(describe(read_findings(loaded), now)))
             return
-        found = find_studies(root, storage)
-        click.echo(_listing([load_study(name, url) for name, url in found], now))
+        found, broken = find_studies(root, storage)
+        click.echo(printable(_listing([load_study(name, url) for name, url in found], now)))
+        for line in broken:
+            click.echo(f"Warning: {printable(line)}", err=True)
 
 
 def describe(findings: Findings, now: datetime) -> str:
@@ -119,13 +128,18 @@ def _listing(studies: list[optuna.Study], now: datetime) -> str:
         return "no studies"
     lines = []
     for study in studies:
-        if CONDITIONS_ATTR in study.user_attrs:
-            lines.append(f"{study.study_name}: {len(runs_of(study))} full fine-tunes are done")
-            continue
-        if SPEC_ATTR not in study.user_attrs:
+        if SPEC_ATTR not in study.user_attrs and CONDITIONS_ATTR not in study.user_attrs:
             lines.append(f"{study.study_name}: not made by mola-search")
             continue
-        findings = read_findings(study)
+        try:
+            if CONDITIONS_ATTR in study.user_attrs:
+                done = len(runs_of(study))
+                lines.append(f"{study.study_name}: {done} full fine-tunes are done")
+                continue
+            findings = read_findings(study)
+        except ValueError as error:
+            lines.append(f"{study.study_name}: cannot be read: {one_line(error)}")
+            continue
         best = findings.best
         known = "" if best is None else f"; best {best.objective:.4f}{_to_uniform(findings)}"
         lines.append(f"{findings.name}: {state(findings, now)}; {counts(findings)}{known}")

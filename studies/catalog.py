@@ -9,7 +9,7 @@ import optuna
 from studies.storage import STORE_FILE, connect, one_line_errors, sqlite_path, sqlite_url
 
 
-def find_studies(root: Path, url: str | None) -> list[tuple[str, str]]:
+def find_studies(root: Path, url: str | None) -> tuple[list[tuple[str, str]], list[str]]:
     """List the studies, by name.
 
     Args:
@@ -17,21 +17,28 @@ def find_studies(root: Path, url: str | None) -> list[tuple[str, str]]:
         url: A storage that holds them all.
 
     Returns:
-        (name, URL of the storage) of each.
+        (name, URL of the storage) of each, and a line for each file under the root that cannot
+        be read.
 
     Raises:
-        ValueError: There is no such root or storage, or it cannot be read. One line, without
-            passwords.
+        ValueError: There is no such root or storage, or the storage cannot be read. One line,
+            without passwords.
     """
     if url is not None:
         path = sqlite_path(url)
         if path is not None and not path.exists():
             raise ValueError(f"there are no studies: {path} does not exist")
-        return [(name, url) for name in _names(url)]
+        return [(name, url) for name in _names(url)], []
     if not root.is_dir():
         raise ValueError(f"there are no studies: the folder {root} does not exist")
-    urls = [sqlite_url(path) for path in sorted(root.glob(f"*/{STORE_FILE}"))]
-    return [(name, url) for url in urls for name in _names(url)]
+    found, broken = [], []
+    for path in sorted(root.glob(f"*/{STORE_FILE}")):
+        try:
+            here = sqlite_url(path)
+            found += [(name, here) for name in _names(here)]
+        except ValueError as error:
+            broken.append(str(error))
+    return found, broken
 
 
 def _names(url: str) -> list[str]:

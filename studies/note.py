@@ -26,7 +26,7 @@ def study_note(
         "# Expert allocation search (MoLA)",
         "",
         f"Which of the {spec.num_layers} layers deserve the {spec.total} experts? "
-        f"The objective is the validation loss in {spec.objective}: lower is better.",
+        f"The objective is the validation loss in {_safe(spec.objective)}: lower is better.",
         "",
         *(line for sentence in conclusions for line in (f"**{_safe(sentence)}**", "")),
         _item("budget", f"{spec.total} experts over {spec.num_layers} layers"),

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import optuna
+
+from studies.shape import Check, require, text, texts, whole
+from studies.strict import shown
 
 RUNS_ATTR = "runs"
 MOST_RUNS = 20  # the first and the latest are kept: a study that went on daily stays small
@@ -44,6 +46,13 @@ class RunNote:
     replicates: int
 
 
+_NOTE: dict[str, Check] = {
+    **dict.fromkeys(("command", "began"), text),
+    **dict.fromkeys(("versions", "machine"), texts),
+    **dict.fromkeys(("train_rows", "validation_rows", "goal", "replicates"), whole),
+}
+
+
 def note_run(
     study: optuna.Study,
     command: str,
@@ -73,9 +82,18 @@ def note_run(
 
 
 def run_notes(study: optuna.Study) -> list[RunNote]:
-    """Give the runs of a study, the first one first; empty for studies of older versions."""
-    notes: list[dict[str, Any]] = study.user_attrs.get(RUNS_ATTR, [])
-    return [RunNote(**note) for note in notes]
+    """Give the runs of a study, the first one first; empty for studies of older versions.
+
+    Raises:
+        ValueError: Another program or version wrote them.
+    """
+    notes = study.user_attrs.get(RUNS_ATTR, [])
+    where = f"the study {study.study_name!r}: {RUNS_ATTR}"
+    if not isinstance(notes, list):
+        raise ValueError(f"{where} must be a list, got {shown(notes)}")
+    for place, note in enumerate(notes):
+        require(note, _NOTE, f"{where}[{place}]")
+    return [RunNote(**{key: note[key] for key in _NOTE}) for note in notes]
 
 
 def versions() -> dict[str, str]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation
 from studies.encoding import param_names, to_params
 from studies.files import write_text_atomic
+from studies.shape import Check, each, experts, number, optional, require, text, whole
 from studies.spec import StudySpec
+from studies.strict import shown
 
 SEARCH = "search"  # label of a trial that the sampler proposed
 PRIOR = "prior "  # beginning of the label of a trial of `--prior`, before the prior's name
@@ -33,6 +36,36 @@ RETRY_ATTR = "retry_of"
 SAVE_MEMORY_ATTR = "save_memory"  # it runs again after too little memory, more thriftily
 _NOT_IN_CSV = ("routing", "began", "ended")  # a cell is a number or a short text
 RESULT_ATTRS = ("accuracy", "standard_error", "train_seconds", "eval_seconds", "routing")
+
+
+# What the attributes are, as far as they are read. A single row has no standard error: NaN.
+_TRIAL: dict[str, Check] = {
+    SEED_ATTR: whole,
+    LABEL_ATTR: text,
+    REASON_ATTR: text,
+    RETRY_ATTR: whole,
+    "accuracy": number,
+    "standard_error": lambda value: number(value) or (type(value) is float and math.isnan(value)),
+    "train_seconds": number,
+    "eval_seconds": number,
+    "routing": lambda value: isinstance(value, dict),
+}
+_CONCLUSION: dict[str, Check] = {
+    "text": text,
+    "winner": optional(whole),
+    "confidence": number,
+    "fresh_seeds": each(whole),
+    "table": lambda value: isinstance(value, list),
+}
+_ROW: dict[str, Check] = {
+    "names": each(text),
+    "trial": whole,
+    "mean": number,
+    "standard_error": optional(number),
+    "seeds": whole,
+    "accuracy": number,
+    **dict.fromkeys(("difference", "low", "high"), optional(number)),
+}
 
 
 @dataclass(frozen=True)
@@ -91,8 +124,18 @@ def study_spec(study: optuna.Study) -> StudySpec:
 
 
 def get_conclusion(study: optuna.Study) -> dict[str, Any] | None:
-    """Read what the search found; None while it goes on."""
+    """Read what the search found; None while it goes on.
+
+    Raises:
+        ValueError: Another program or version wrote it.
+    """
     conclusion: dict[str, Any] | None = study.user_attrs.get(CONCLUSION_ATTR)
+    if conclusion is not None:
+        where = f"the study {study.study_name!r}: conclusion"
+        require(conclusion, _CONCLUSION, where)
+        row = {**_ROW, "experts": experts(study_spec(study).num_layers)}
+        for place, found in enumerate(conclusion["table"]):
+            require(found, row, f"{where}.table[{place}]")
     return conclusion
 
 
@@ -101,8 +144,17 @@ def get_priors(study: optuna.Study) -> dict[str, Any]:
 
     Returns:
         By name: `experts` per layer, and `scores` per layer or None.
+
+    Raises:
+        ValueError: Another program or version wrote them.
     """
-    return dict(study.user_attrs.get(PRIORS_ATTR, {}))
+    priors: dict[str, Any] = study.user_attrs.get(PRIORS_ATTR, {})
+    where = f"the study {study.study_name!r}: priors"
+    require(priors, {}, where)
+    for name, prior in priors.items():
+        shape = {"experts": each(whole), "scores": optional(each(number))}
+        require(prior, shape, f"{where}.{name:.40}")
+    return dict(priors)
 
 
 def records(study: optuna.Study) -> list[TrialRecord]:
@@ -110,11 +162,17 @@ def records(study: optuna.Study) -> list[TrialRecord]:
 
     A trial whose driver was killed while the proposal was being written has no allocation, and
     is left out.
+
+    Raises:
+        ValueError: Another program wrote the study or one of its trials.
     """
     spec = study_spec(study)
     names = param_names(spec.num_layers)
     all_trials = study.get_trials(deepcopy=False)
-    return [record for t in all_trials if (record := _record(t, names, spec.seed)) is not None]
+    try:
+        return [record for t in all_trials if (record := _record(t, names, spec.seed)) is not None]
+    except ValueError as error:
+        raise ValueError(f"the study {study.study_name!r}: {error}") from None
 
 
 def write_trials_csv(study: optuna.Study, path: Path) -> None:
@@ -142,6 +200,7 @@ def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | No
     if allocation is None:
         return None
     attrs = trial.user_attrs
+    _check(trial)
     start, end = trial.datetime_start, trial.datetime_complete
     return TrialRecord(
         number=trial.number,
@@ -164,6 +223,20 @@ def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | No
     )
 
 
+def _check(trial: FrozenTrial) -> None:
+    """Refuse attributes that this program does not write; a complete trial has its numbers."""
+    attrs = trial.user_attrs
+    for key, check in _TRIAL.items():
+        if key in attrs and not check(attrs[key]):
+            raise ValueError(f"{key} of trial {trial.number} cannot be {shown(attrs[key])}")
+    done = trial.state == TrialState.COMPLETE
+    if done and not (number(attrs.get("accuracy")) and number(trial.value)):
+        raise ValueError(
+            f"trial {trial.number} was completed by another program: it has no accuracy, or no "
+            "finite objective"
+        )
+
+
 def _allocation(trial: FrozenTrial, names: list[str]) -> Allocation | None:
     """Read a trial's allocation, from where an enqueued trial keeps it until it is asked for."""
     params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
@@ -171,3 +244,5 @@ def _allocation(trial: FrozenTrial, names: list[str]) -> Allocation | None:
         return Allocation([params[name] for name in names])
     except KeyError:
         return None
+    except ValueError as error:
+        raise ValueError(f"trial {trial.number}: {error}") from None

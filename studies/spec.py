@@ -73,11 +73,11 @@ class StudySpec:
 
         Raises:
             ValueError: The text is not JSON, is of another format version, lacks a key, has one
-                that is unknown, or has a value of another type; the message names the key.
+                that is unknown, or has a value that is of another type or out of its range.
         """
         try:
             document = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the study's spec is not JSON: {error}") from None
         if not isinstance(document, dict):
             raise ValueError(f"the study's spec must be a JSON object, got {document!r:.80}")
@@ -88,6 +88,10 @@ class StudySpec:
                 f"reads {FORMAT_VERSION}; use the version that made the study"
             )
         spec: StudySpec = decode(document, cls, "spec")
+        try:
+            _ = spec.budget
+        except ValueError as error:
+            raise ValueError(f"the study's spec contradicts itself: {error}") from None
         return spec
 
     def differences(self, other: StudySpec) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
@@ -22,6 +23,7 @@ BUSY_SECONDS = 60  # how long SQLite waits for a lock that another process holds
 PATIENT_BUSY_SECONDS = 5  # the same where trouble is waited for, in a way that Ctrl-C can end
 CONNECT_SECONDS = 10  # how long a database server may take to answer
 _SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
+_SECRET_ARGUMENT = re.compile(rf"([?&][^=&]*(?:{_SECRET.pattern})[^=&]*=)[^&]*", re.IGNORECASE)
 _FORBIDDEN = re.compile(r'[\x00-\x1f\x7f<>:"/\\|?*]')
 
 
@@ -68,21 +70,22 @@ def sqlite_path(url: str) -> Path | None:
         return None
     if parsed.database in (None, "", ":memory:"):
         raise ValueError(
-            f"--storage {url}: a study in memory is lost with the process; "
+            f"--storage {mask(url)}: a study in memory is lost with the process; "
             "give a file, as in sqlite:///runs/mine.db"
         )
     return Path(str(parsed.database))
 
 
 def mask(url: str) -> str:
-    """Replace every password in a storage URL by `***`."""
+    """Replace every password in a storage URL by `***`, in one that is mistyped, too."""
+    url = _SECRET_ARGUMENT.sub(r"\1***", url)
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
-        return re.sub(r"://.*@", "://***@", url)
-    secrets = {key: "***" for key in parsed.query if _SECRET.search(key)}
-    shown = parsed.update_query_dict(secrets).render_as_string(hide_password=True)
-    return shown.replace("%2A%2A%2A", "***")
+        parsed = None
+    if parsed is None or "@" in str(parsed.host):  # that of an unescaped password
+        return re.sub(r":(/*).*@", r":\1***@", url, flags=re.DOTALL)
+    return parsed.render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
 def connect(url: str, *, create: bool, on_trouble: OnTrouble | None = None) -> RDBStorage:
@@ -191,6 +194,17 @@ def _reason(error: BaseException, url: str) -> str:
     if isinstance(original, OSError) and original.strerror:
         original = original.strerror
     lines = str(original).strip().splitlines() or [type(original).__name__]
-    password = _parse(url).password
     text = lines[0].strip()
-    return text.replace(str(password), "***") if password else text
+    for secret in _secrets(url):
+        text = text.replace(secret, "***")
+    return text
+
+
+def _secrets(url: str) -> list[str]:
+    """List the passwords of a URL, as they are and as they are written in it, longest first."""
+    parsed = _parse(url)
+    values = [parsed.password, *(v for k, v in parsed.query.items() if _SECRET.search(k))]
+    if "@" in str(parsed.host):  # an unescaped one is read as a part of the host
+        values += [str(parsed.host).rsplit("@", 1)[0]]
+    found = {str(part) for v in values for part in (v if isinstance(v, tuple) else (v,)) if part}
+    return sorted(found | {quote(text, safe="") for text in found}, key=len, reverse=True)

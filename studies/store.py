@@ -21,6 +21,7 @@ from mola.events import Finished
 from studies.encoding import from_params, to_params
 from studies.note import study_note, trial_note
 from studies.patient import OnTrouble
+from studies.provenance import run_notes
 from studies.records import (
     BLAMELESS_ATTR,
     CONCLUSION_ATTR,
@@ -36,6 +37,7 @@ from studies.records import (
     SPEC_ATTR,
     TrialRecord,
     get_conclusion,
+    get_priors,
     records,
     study_spec,
     write_trials_csv,
@@ -282,6 +284,9 @@ def _check_same(study: optuna.Study, spec: StudySpec, url: str) -> None:
         study.set_user_attr(SPEC_ATTR, spec.to_json())
         return
     differences = spec.differences(study_spec(study))
+    # What the search would stumble over later, if another program has written to the study.
+    for read in (records, get_conclusion, get_priors, run_notes):
+        read(study)
     if differences:
         raise ValueError(
             f"{where} is another search: {'; '.join(differences)}. "

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
 _NAMES = {NoneType: "null", bool: "true or false", int: "an integer", float: "a number"}
 
 
@@ -29,11 +33,21 @@ def decode(value: Any, hint: Any, where: str) -> Any:
         return {k: decode(v, get_args(hint)[1], f"{where}.{k:.40}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _decode_dataclass(value, hint, where)
-    if hint is float and type(value) is int:
-        return float(value)
+    if hint is float:
+        value = _as_float(value)
     if type(value) is not hint:  # not isinstance: a bool is no int here
-        raise ValueError(f"{where} must be {_describe(hint)}, got {value!r:.80}")
+        raise ValueError(f"{where} must be {_describe(hint)}, got {shown(value)}")
+    if hint is float and not math.isfinite(value):  # Python reads NaN, which JSON has not
+        raise ValueError(f"{where} must be a finite number, got {value}")
     return value
+
+
+def shown(value: Any) -> str:
+    """Write a value on one line, shortened, whatever its depth, length or digits."""
+    try:
+        return _SHORT.repr(value)[:80]
+    except ValueError:  # Python writes no integer of thousands of digits
+        return "a number of thousands of digits"
 
 
 def check_keys(value: dict[str, Any], names: list[str], where: str) -> None:
@@ -56,7 +70,17 @@ def _decode_union(value: Any, hint: Any, where: str) -> Any:
         except ValueError:
             if not scalar and get_origin(member) is tuple:
                 raise  # its message names the item
-    raise ValueError(f"{where} must be {_describe(hint)}, got {value!r:.80}")
+    raise ValueError(f"{where} must be {_describe(hint)}, got {shown(value)}")
+
+
+def _as_float(value: Any) -> Any:
+    """Read JSON's whole numbers as floats, those beyond all floats as infinite."""
+    if type(value) is not int:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _decode_dataclass(value: dict[str, Any], hint: Any, where: str) -> Any:

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and tests run beside each other
+# A deadline would fail on a busy machine; pytest-timeout ends what hangs. On CI the examples are
+# the same each time; elsewhere they are fresh ones, so that they find more over the days.
+settings.register_profile("mola", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("mola")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mola.config import MAX_EXPERTS, MolaConfig
+from mola.allocation import MAX_EXPERTS
+from mola.config import MolaConfig
 from mola.identity import NUM_WEIGHTS
 from mola.model import detach, get_mola_model, load_mola_model
 
@@ -65,7 +66,10 @@ def test_an_adapter_of_format_1_loads(tiny_model: PreTrainedModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"experts": [1, 0, 3, 10**12]}, f"must be at most {MAX_EXPERTS} experts a layer"),
+        (
+            {"experts": [1, 0, 3, 10**12]},
+            f"experts of layer 3 must be at most {MAX_EXPERTS}, got 1000000000000",
+        ),
         ({"experts": [1, 0, 3, MAX_EXPERTS]}, "has 10 rows, not those of 4096 experts of rank 2"),
         ({"experts": [1, MAX_EXPERTS, 3, 5]}, r"missing weights.*layers\.1\..*, for 4096 experts"),
         ({"experts": [1, 0, 3, True]}, "experts of layer 3 must be an integer"),

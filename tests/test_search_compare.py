@@ -256,7 +256,8 @@ def real_study(root: Path, model: Path, data: Path) -> None:
         trial.suggest_int(f"experts_{layer:02d}", 1, 4)
     mark(trial, label="search", seed=0)
     complete(study, trial, Finished(4, 1.0, 0.5, 0.01, 1.0, 0.1))
-    set_conclusion(study, {"winner": 0, "table": [], "fresh_seeds": [], "confidence": 0.95})
+    conclusion = {"text": "", "winner": 0, "table": [], "fresh_seeds": [], "confidence": 0.95}
+    set_conclusion(study, conclusion)
 
 
 @pytest.mark.timeout(300)

@@ -36,13 +36,15 @@ SPEC = StudySpec(
     seed=0,
     objective="nats per row",
 )
+REST = {"names": [], "trial": 1, "mean": 1.6, "standard_error": 0.1, "seeds": 3, "accuracy": 0.5}
 CONCLUSION = {
+    "text": "better than uniform",
     "winner": 1,
     "confidence": 0.95,
     "fresh_seeds": [1, 2],
     "table": [
-        {"experts": [1, 2, 2, 3], "difference": -0.5, "low": -0.8, "high": -0.2},
-        {"experts": [2, 2, 2, 2], "difference": 0.0, "low": 0.0, "high": 0.0},
+        {**REST, "experts": [1, 2, 2, 3], "difference": -0.5, "low": -0.8, "high": -0.2},
+        {**REST, "experts": [2, 2, 2, 2], "difference": 0.0, "low": 0.0, "high": 0.0},
     ],
 }
 

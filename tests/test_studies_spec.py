@@ -28,13 +28,26 @@ SPEC = StudySpec(
 )
 
 text = st.text(max_size=20)
-bound = st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=4, max_size=4).map(tuple)
+
+
+@st.composite
+def sets(draw):
+    """What is searched: bounds for all layers or each, and a total between their sums."""
+    if draw(st.booleans()):
+        low, extra, count = draw(
+            st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 99))
+        )
+        total = draw(st.integers(count * low, count * (low + extra)))
+        return {"num_layers": count, "total": total, "low": low, "high": low + extra}
+    pairs = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9))
+    lows, highs = tuple(map(min, pairs)), tuple(map(max, pairs))
+    total = draw(st.integers(sum(lows), sum(highs)))
+    return {"num_layers": len(pairs), "total": total, "low": lows, "high": highs}
+
+
 specs = st.builds(
-    StudySpec,
-    num_layers=st.integers(1, 99),
-    total=st.integers(0, 999),
-    low=bound,
-    high=bound,
+    dataclasses.replace,
+    st.just(SPEC),
     model=st.builds(
         ModelSource,
         name=st.none() | text,
@@ -61,8 +74,9 @@ specs = st.builds(
 )
 
 
-@given(specs)
-def test_json_gives_back_the_same_spec(spec):
+@given(specs, sets())
+def test_json_gives_back_the_same_spec(spec, searched):
+    spec = dataclasses.replace(spec, **searched)
     assert StudySpec.from_json(spec.to_json()) == spec
 
 

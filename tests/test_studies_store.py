@@ -293,8 +293,12 @@ def test_a_proposal_that_was_cut_off_is_failed_and_left_out(study):
 
 def test_a_conclusion_is_read_back(url, study):
     assert store.get_conclusion(study) is None
-    store.set_conclusion(study, {"winner": 3, "table": [{"low": None}]})
-    assert store.get_conclusion(_load(url)) == {"winner": 3, "table": [{"low": None}]}
+    row = {"experts": [2] * SPEC.num_layers, "names": ["5555"], "trial": 3, "mean": 1.5}
+    row |= {"standard_error": None, "seeds": 1, "accuracy": 0.5}
+    row |= {"difference": None, "low": None, "high": None}
+    conclusion = {"text": "t", "winner": 3, "confidence": 0.95, "fresh_seeds": [], "table": [row]}
+    store.set_conclusion(study, conclusion)
+    assert store.get_conclusion(_load(url)) == conclusion
 
 
 def test_trials_csv_has_a_row_per_trial(study, tmp_path):

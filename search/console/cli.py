@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,11 @@ from search.console.terminal import drop_stdout, lasting_streams
 
 SYSTEM_ERROR = 1
 USAGE_ERROR = 2
+LONGEST_ERROR = 2000  # characters; what was typed or read may be megabytes
+LARGEST = 1_000_000_000
+MOST_ROWS = 1_000_000  # of a step
+MOST_WORKERS = 10_000
+MOST_SEEDS = 1000
 INTERRUPTED = 130
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -42,6 +48,11 @@ def user_errors() -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """Say an exception in one line; its type where it has no words of its own."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Write control characters, which would steer a terminal, as escapes; lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class Option(click.Option):
@@ -75,7 +86,8 @@ class Command(click.Command):
                 if sys.stdout is not None:
                     sys.stdout.flush()
             except click.ClickException as error:
-                click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
+                message = printable(" ".join(error.format_message().split()))
+                click.echo(f"Error: {message[:LONGEST_ERROR]}", err=True)
                 sys.exit(error.exit_code)
             except click.Abort:
                 sys.exit(INTERRUPTED)
@@ -105,8 +117,9 @@ class CommaList(click.ParamType[tuple[Any, ...]]):
         if isinstance(value, str):
             text = value.strip()
             value = [] if text == "none" else [part.strip() for part in text.split(",")]
-        elif self.item is int and any(type(part) is not int for part in value):
-            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
+        elif any(type(part) is not self.item for part in value):
+            items_are = "whole numbers" if self.item is int else "texts"
+            self.fail(f"{value!r:.80} is not a list of {items_are}", param, ctx)
         try:
             items = tuple(self.item(part) for part in value)
         except ValueError:
@@ -134,18 +147,42 @@ def group(*options: Callable[[Any], Any]) -> Callable[[CommandT], CommandT]:
 
 
 class Whole(click.IntRange):
-    """An integer in a range, called so in messages and help."""
+    """An integer in a range, called so in messages and help.
+
+    Args:
+        min: the smallest one.
+        max: the largest one, so that a slip of the finger does not fill the memory.
+    """
 
     name = "integer"
 
+    def __init__(self, min: int, max: int = LARGEST) -> None:  # noqa: A002 - click's names
+        super().__init__(min, max)
+
+    def _describe_range(self) -> str:
+        return super()._describe_range() if self.max != LARGEST else f"x>={self.min}"
+
 
 class Number(click.FloatRange):
-    """A number in a range, called so in messages and help."""
+    """A finite number in a range, called so in messages and help."""
 
     name = "number"
 
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Give a float; NaN compares with nothing, so that a range alone lets it pass."""
+        try:
+            number: float = super().convert(value, param, ctx)
+        except OverflowError:  # an integer of a file, beyond all floats
+            number = math.inf
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
 
 positive = Whole(min=1)
+first_seed = Whole(min=0, max=2**31 - 1 - MOST_SEEDS)  # what every generator of numbers takes
 rate = Number(min=0, min_open=True)
 
 model_options = group(
@@ -239,7 +276,7 @@ training_options = group(
     option(
         "Training",
         "--batch-size",
-        type=positive,
+        type=Whole(1, MOST_ROWS),
         default=8,
         help="Rows per optimizer step.",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from search.console.cli import Whole, group, option, positive, rate
+from search.console.cli import MOST_ROWS, Whole, group, option, positive, rate
 from search.full.plan import EPOCHS
 
 full_training_options = group(
@@ -13,7 +13,13 @@ full_training_options = group(
         default=EPOCHS,
         help="Passes over the training split.",
     ),
-    option("Training", "--batch-size", type=positive, default=128, help="Rows per optimizer step."),
+    option(
+        "Training",
+        "--batch-size",
+        type=Whole(1, MOST_ROWS),
+        default=128,
+        help="Rows per optimizer step.",
+    ),
     option(
         "Training",
         "--micro-batch",

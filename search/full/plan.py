@@ -103,8 +103,11 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
     _check_layers({name: allocation}, base.num_layers(source), source.display_name)
     base.check_length(source, max_length)
     data = _load(source, place, template, max_length)
+    base.check_vocabulary(source, data.highest_token)
     allocations = {name: allocation, **_compared(options, allocation, source)}
     _check_layers(allocations, allocation.num_layers, source.display_name)
+    adapter = _adapter(document)
+    adapter.check_rank(max(max(other.experts) for other in allocations.values()))
     conditions = Conditions(
         experts=allocation.experts,
         seed=options.seed,
@@ -115,7 +118,7 @@ def prepare(options: Options, *, mixed_precision: str, processes: int) -> Plan:
         objective="nats per row" if data.has_choices else "nats per output token",
         prompt_template=template,
         max_length=max_length,
-        adapter=_adapter(document),
+        adapter=adapter,
         train=_train(options, source, len(data.train)),
         mixed_precision=mixed_precision,
         processes=processes,

@@ -62,9 +62,13 @@ def open_comparison(
 
 
 def conditions_of(comparison: optuna.Study) -> Conditions:
-    """Read what all runs have in common."""
-    text = json.loads(comparison.user_attrs[CONDITIONS_ATTR])
-    conditions: Conditions = decode(text, Conditions, "conditions")
+    """Read what all runs have in common.
+
+    Raises:
+        ValueError: Another program or version wrote it.
+    """
+    text = comparison.user_attrs.get(CONDITIONS_ATTR)
+    conditions: Conditions = _decode(text, Conditions, f"{comparison.study_name!r}: conditions")
     return conditions
 
 
@@ -77,9 +81,14 @@ def find_comparison(study: optuna.Study) -> optuna.Study | None:
 
 
 def runs_of(comparison: optuna.Study) -> list[Run]:
-    """Give the finished runs, in the order in which they finished."""
+    """Give the finished runs, in the order in which they finished.
+
+    Raises:
+        ValueError: Another program or version wrote one.
+    """
     trials = comparison.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    return [decode(json.loads(t.user_attrs[RUN_ATTR]), Run, "run") for t in trials]
+    where = f"{comparison.study_name!r}: run"
+    return [_decode(t.user_attrs.get(RUN_ATTR), Run, f"{where} {t.number}") for t in trials]
 
 
 def record_run(comparison: optuna.Study, run: Run) -> None:
@@ -100,6 +109,14 @@ def record_failure(
     """Record why a run failed; the same command tries it again."""
     attrs = {"name": name, "seed": seed, "reason": reason}
     _add(comparison, allocation, attrs, TrialState.FAIL, None)
+
+
+def _decode(text: object, hint: Any, where: str) -> Any:
+    """Read JSON that is kept as a text."""
+    try:
+        return decode(json.loads(str(text)), hint, where)
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{where} is not what this program writes") from None
 
 
 def _add(

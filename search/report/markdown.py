@@ -30,12 +30,17 @@ def markdown_report(name: str, verdict: Sequence[str], parts: Sequence[Section])
 def _section(part: Section) -> list[str]:
     lines = [line for paragraph in part.text for line in (_plain(paragraph), "")]
     if part.in_characters:
-        lines += [*(f"    {line}" for line in part.in_characters), ""]
+        lines += [*_code(part.in_characters), ""]
     for table in part.tables:
         lines += [*_table(table), ""]
     if part.code:
-        lines += [*(f"    {line}" for line in part.code), ""]
+        lines += [*_code(part.code), ""]
     return lines
+
+
+def _code(lines: Sequence[str]) -> list[str]:
+    """Indent each line of each text, since one that is not would be Markdown again."""
+    return [f"    {line}" for text in lines for line in text.splitlines()]
 
 
 def _table(table: Table) -> list[str]:

@@ -11,6 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from mola.allocation import Allocation, ExpertBudget
+from search.sampler.cma import CmaEsSampler
 from search.sampler.failures import without_failures
 from search.sampler.features import FeatureMap
 from search.sampler.history import History, all_trials, read_history
@@ -138,6 +139,6 @@ def make_sampler(
     base = {
         "tpe": optuna.samplers.TPESampler,
         "gp": optuna.samplers.GPSampler,
-        "cmaes": optuna.samplers.CmaEsSampler,
+        "cmaes": CmaEsSampler,
     }[name](seed=seed)
     return ProjectedSampler(base, budget, seed=seed)

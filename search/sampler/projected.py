@@ -11,6 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation, ExpertBudget
+from search.sampler.cma import CmaEsSampler
 from search.sampler.history import History
 from search.sampler.joint import JointSampler
 from search.sampler.moves import Space
@@ -69,6 +70,15 @@ class ProjectedSampler(JointSampler):
             for name, low in zip(distributions(self.budget), self.budget.lows, strict=True)
         ]
         return _free(among.project(weights), history, among, rng)
+
+    def check(self, study: Study) -> None:
+        """Refuse a study that holds what the base sampler cannot go on with.
+
+        Raises:
+            ValueError: what its state in the study is.
+        """
+        if isinstance(self._base, CmaEsSampler):
+            self._base.check(study)
 
     def reseed_rng(self) -> None:
         """Reseed both samplers."""

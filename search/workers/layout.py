@@ -9,6 +9,9 @@ from dataclasses import dataclass
 MOST_CPU_WORKERS = 4
 """Each worker holds the whole model, so many cores do not mean as many workers."""
 
+MOST_PER_CORE = 8
+"""More workers than so many on a core are a slip of the finger, and fill the memory."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -58,6 +61,10 @@ def plan_layout(
     share = (1.0 if gpus else 0.0) if gpus_per_worker is None else gpus_per_worker
     if share > 1 and share != int(share):
         raise ValueError(f"--gpus-per-worker {share:g}: use a whole number, or a part of one GPU")
+    if workers is not None and workers > MOST_PER_CORE * cores:
+        raise ValueError(
+            f"--workers {workers}: {cores} cores run at most {MOST_PER_CORE * cores} workers"
+        )
     if share == 0:
         count = workers or min(cores, MOST_CPU_WORKERS)
         return Layout(count, 0, cores / count, max(1, cores // count))
