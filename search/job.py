@@ -5,7 +5,8 @@ What is imported late is what takes long, so that `--help` and mistakes are answ
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,7 @@ from search.plan import Plan
 if TYPE_CHECKING:
     import optuna
 
+    from search.budgets.pool import Workers
     from search.priors.given import Prior
     from search.updates import Update
     from search.workers.pool import Pool
@@ -33,7 +35,6 @@ def open_study(plan: Plan) -> tuple[optuna.Study, str]:
     from search.pruner import make_pruner
     from search.sampler import make_sampler
     from studies import store
-    from studies.storage import mask
 
     settings, name = plan.settings, str(plan.settings.study)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -41,31 +42,75 @@ def open_study(plan: Plan) -> tuple[optuna.Study, str]:
     sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed)
     pruner = make_pruner(settings.pruner)
     study = store.open_study(name, url, plan.spec, sampler=sampler, pruner=pruner)
-    in_force = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    if settings.storage is not None and mask(settings.storage) != settings.storage:
-        in_force["storage"] = None  # a file is no place for a password
     path = study_folder(settings) / "config.toml"
-    config.write(path, in_force, "Settings of this study: python -m search.run --config FILE")
+    write_settings(
+        path, vars(settings), "Settings of this study: python -m search.run --config FILE"
+    )
     return study, url
 
 
-def settle_priors(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
-    """Measure the priors that need it, before a worker takes the GPU; tell study and sampler."""
+def write_settings(path: Path, settings: Mapping[str, Any], heading: str) -> None:
+    """Write settings as a file that `--config` reads."""
+    from studies.storage import mask
+
+    storage = settings["storage"]
+    if storage is not None and mask(storage) != storage:
+        settings = {**settings, "storage": None}  # a file is no place for a password
+    config.write(path, settings, heading)
+
+
+def settle_priors(
+    plan: Plan, study: optuna.Study, measured: Mapping[str, Any] | None = None
+) -> tuple[Prior, ...]:
+    """Measure the priors that need it, before a worker takes the GPU; tell study and sampler.
+
+    Args:
+        plan: What is to be done.
+        study: Where it is recorded.
+        measured: Priors that another study of the same model and data has recorded.
+    """
     from search.priors.settle import settle
-    from search.sampler import make_sampler
 
     settings = plan.settings
     gpus = settings.gpus_per_worker
     device = "cpu" if gpus == 0 else "auto" if gpus and gpus > 1 else "any"
-    priors = settle(study, plan.spec, plan.data, plan.priors, device=device, quiet=settings.quiet)
+    priors = settle(
+        study,
+        plan.spec,
+        plan.data,
+        plan.priors,
+        device=device,
+        quiet=settings.quiet,
+        measured=measured or {},
+    )
+    return begin_with_sources(plan, study, priors)
+
+
+def begin_with_sources(
+    plan: Plan, study: optuna.Study, priors: tuple[Prior, ...]
+) -> tuple[Prior, ...]:
+    """Add what other searches have found to the priors, and tell the sampler of all of them."""
+    from search.priors.settle import settle_sources
+    from search.sampler import make_sampler
+
+    settings = plan.settings
+    priors = tuple(prior for prior in priors if prior.source is None)
+    priors += settle_sources(study, plan.spec, plan.sources)
     if priors:
-        believed = [prior.allocation for prior in priors]
+        believed = [prior.belief for prior in priors]
         study.sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed, believed)
     return priors
 
 
 def search(
-    plan: Plan, study: optuna.Study, url: str, command: str, priors: tuple[Prior, ...]
+    plan: Plan,
+    study: optuna.Study,
+    url: str,
+    command: str,
+    priors: tuple[Prior, ...],
+    *,
+    workers: Workers | None = None,
+    go_on: str | None = None,
 ) -> int:
     """Run the search to its end, and print what it found.
 
@@ -75,6 +120,8 @@ def search(
         url: Of the storage.
         command: Repeats this run.
         priors: What it begins with, beside the named allocations.
+        workers: Give the workers, who stay for the next search; None: started for this one.
+        go_on: Command that goes on after an interruption; None: with this study alone.
 
     Returns:
         The exit status.
@@ -118,7 +165,7 @@ def search(
                 driver = Driver(
                     study,
                     plan.spec,
-                    lambda: _begin(plan, study, command, signals),
+                    lambda: _begin(plan, study, command, signals, workers),
                     rules,
                     priors=priors,
                     notify=notify,
@@ -131,7 +178,7 @@ def search(
                 "Stopped; the trials under way start again." if stopped else f"Error: {error}",
                 err=True,
             )
-            click.echo(f"To go on: {continue_command(settings)}", err=True)
+            click.echo(f"To go on: {go_on or continue_command(settings)}", err=True)
             return 128 + stopped if stopped else STOPPED_BY_FAILURES
     if not driver.started and not settings.quiet:
         done = f"{driver.goal} allocations are measured; a higher --trials goes on with it"
@@ -141,7 +188,9 @@ def search(
     return _finish(plan, study, url, conclusion)
 
 
-def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
+def _begin(
+    plan: Plan, study: optuna.Study, command: str, signals: StopSignals, workers: Workers | None
+) -> Pool:
     """Record that this command runs trials, and start the workers."""
     from search.plan import most_replicates
     from studies.provenance import note_run
@@ -155,6 +204,8 @@ def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) 
         goal=min(settings.trials, budget.size()),
         replicates=most_replicates(settings, budget),
     )
+    if workers is not None:
+        return workers.get(lambda: _open_pool(plan, signals))
     return _open_pool(plan, signals)
 
 

@@ -99,7 +99,8 @@ def get_priors(study: optuna.Study) -> dict[str, Any]:
     """Read the priors that the study was given so far.
 
     Returns:
-        By name: `experts` per layer, and `scores` per layer or None.
+        By name: `experts` per layer, `scores` per layer or None, and, where another search gave
+        them, `source`: what it was (`search.priors.transfer`).
     """
     return dict(study.user_attrs.get(PRIORS_ATTR, {}))
 
