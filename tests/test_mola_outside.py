@@ -63,14 +63,15 @@ def test_the_harness_scores_answers_as_we_do(adapter: Path) -> None:
     names: dict[str, Any] = {"model": model, "tokenizer": tokenizer}
     lines = [line for line in readme_block("HFLM(").splitlines() if "HFLM" in line]
     exec("\n".join(lines), names)  # noqa: S102 - the README's own lines
-    answers = ["kim", "ann", "gus"]
+    # as its tasks write it: no white space at the end of a question, a blank before the answer
+    question, answers = "numbers kim, ann, gus. what is the most?", [" kim", " ann gus"]
     requests = [
-        Instance("loglikelihood", {}, (QUESTION, answer), i) for i, answer in enumerate(answers)
+        Instance("loglikelihood", {}, (question, answer), i) for i, answer in enumerate(answers)
     ]
     scores = names["harness"].loglikelihood(requests, disable_tqdm=True)
-    start = tokenizer(QUESTION, return_tensors="pt").input_ids
+    start = tokenizer(question, return_tensors="pt").input_ids
     for answer, (found, greedy) in zip(answers, scores, strict=True):
-        ids = tokenizer(QUESTION + answer, return_tensors="pt").input_ids
+        ids = tokenizer(question + answer, return_tensors="pt").input_ids
         with torch.inference_mode():
             log_p = model(input_ids=ids).logits[0].float().log_softmax(-1)
         places = range(start.shape[1], ids.shape[1])

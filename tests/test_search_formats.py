@@ -14,11 +14,11 @@ import optuna
 import pytest
 import yaml
 from click.testing import CliRunner
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig
 from transformers import PreTrainedModel
 
 import search.export
-from mola import MolaConfig
+from mola import MolaConfig, get_mola_model
 from mola.allocation import Allocation
 from mola.events import Finished
 from mola.settings import AdapterSettings, ModelSource
@@ -101,7 +101,7 @@ def test_peft_reads_the_configuration_of_a_fresh_adapter(
     assert isinstance(config, MolaConfig)
     assert (config.allocation, config.lora_alpha) == (WINNER, 32)
     assert config.base_model_name_or_path == tiny_model.name_or_path
-    assert get_peft_model(tiny_model, config).peft_config["default"].experts == WINNER.experts
+    assert get_mola_model(tiny_model, config).peft_config["default"].experts == WINNER.experts
 
 
 def test_upstream_arguments_are_those_of_the_document(export: Any, tmp_path: Path) -> None:
