@@ -11,6 +11,9 @@ says which were held out. All is deterministic, the stock samplers' own randomne
 
 With `--parallel 8` eight trials run at a time. `--priors` adds searches that are told, and start
 with, an allocation believed good: one near the optimum, and that one with its depth reversed.
+`--warm` adds searches that begin with another one of 40 trials, as by `--warm-from`: on the same
+landscape with other noise (`warm same`), with 0.6 times the budget (`warm budget`), at half the
+depth (`warm depth`), and, to mislead, with its depth reversed or with the opposite sign.
 `--time` measures the seconds of a proposal instead.
 """
 
@@ -18,20 +21,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import optuna
 from landscapes import LANDSCAPES, Landscape
 
 from mola.allocation import Allocation, ExpertBudget
+from search.priors.given import Prior
 from search.priors.named import named_allocations
+from search.priors.transfer import Source, learn_worth, transfer
 from search.sampler import SAMPLERS, make_sampler, posterior_means
-from search.sampler.moves import Floats
+from search.sampler.moves import Floats, Ints
 from studies.encoding import distributions, from_params, to_params
 
 NOISE = 0.15  # of the gap
 PRIORS = ("good prior", "bad prior")
+WARM = ("warm same", "warm budget", "warm depth", "warm reversed", "warm opposite")
+SOURCE_TRIALS = 40
 
 
 def search(
@@ -45,8 +52,10 @@ def search(
     rng = np.random.default_rng([2, seed])
     priors = _priors(problem, column, seed)
     sampler = "budget" if priors else column
-    study = optuna.create_study(sampler=make_sampler(sampler, problem.budget, seed, priors))
-    for allocation in [*named_allocations(problem.budget), *priors]:
+    believed = [prior.belief for prior in priors]
+    study = optuna.create_study(sampler=make_sampler(sampler, problem.budget, seed, believed))
+    first = [*named_allocations(problem.budget), *(prior.allocation for prior in priors)]
+    for allocation in first:
         study.enqueue_trial(to_params(allocation))
     space = dict(distributions(problem.budget))
     regrets: list[float] = []
@@ -88,12 +97,45 @@ def time_proposals(layers: int, trials: int) -> tuple[float, float]:
     return max(wall for wall, _ in seconds), max(processor for _, processor in seconds)
 
 
-def _priors(problem: Landscape, column: str, seed: int) -> list[Allocation]:
+def _priors(problem: Landscape, column: str, seed: int) -> list[Prior]:
+    if column in WARM:
+        return [_warm(problem, column, seed)]
     if column not in PRIORS:
         return []
     noise = np.random.default_rng([3, seed]).normal(size=len(problem.optimum))
     good = problem.budget.project(problem.optimum * np.exp(0.4 * noise))
-    return [good if column == "good prior" else Allocation(good.experts[::-1])]
+    return [Prior(column, good if column == "good prior" else Allocation(good.experts[::-1]))]
+
+
+def _warm(problem: Landscape, column: str, seed: int) -> Prior:
+    """Search a relative of a landscape, and take over what was found."""
+    budget, value = _relative(problem, column)
+    rng = np.random.default_rng([4, seed])
+    study = optuna.create_study(sampler=make_sampler("budget", budget, seed + 1))
+    for allocation in named_allocations(budget):
+        study.enqueue_trial(to_params(allocation))
+    for _ in range(SOURCE_TRIALS):
+        trial = study.ask(dict(distributions(budget)))
+        counts = np.array([from_params(trial.params).experts])
+        study.tell(trial, float(value(counts)[0]) + NOISE * problem.gap * rng.normal())
+    worth, _ = learn_worth(study, budget)
+    source = Source(column, "", "", "", budget.total, SOURCE_TRIALS, worth)
+    return transfer(source, problem.budget)
+
+
+def _relative(problem: Landscape, column: str) -> tuple[ExpertBudget, Callable[[Ints], Floats]]:
+    budget, value = problem.budget, problem.value
+    layers, total = budget.num_layers, budget.total
+    if column == "warm budget":
+        return ExpertBudget(layers, round(0.6 * total), budget.low), value
+    if column == "warm depth":  # each layer stands for two
+        half = ExpertBudget(layers // 2, total // 2, budget.low, budget.high)
+        return half, lambda counts: value(np.repeat(counts, 2, axis=1))
+    if column == "warm reversed":
+        return budget, lambda counts: value(counts[:, ::-1])
+    if column == "warm opposite":
+        return budget, lambda counts: -value(counts)
+    return budget, value
 
 
 def _truth(problem: Landscape, allocation: Allocation) -> float:
@@ -116,6 +158,7 @@ def main() -> None:
     parser.add_argument("--trials", nargs="+", type=int, default=[30, 60, 100])
     parser.add_argument("--parallel", type=int, default=1, help="trials that run at a time")
     parser.add_argument("--priors", action="store_true", help="add searches with priors")
+    parser.add_argument("--warm", action="store_true", help="add searches that begin with others")
     parser.add_argument("--time", action="store_true", help="measure proposals instead")
     args = parser.parse_args()
     if unknown := set(args.samplers) - set(SAMPLERS):
@@ -127,7 +170,7 @@ def main() -> None:
                 wall, processor = time_proposals(layers, trials)
                 print(f"{layers:4} layers {trials:5} trials {wall:6.2f} s, {processor:.2f} s CPU")
         return
-    columns = [*args.samplers, *(PRIORS if args.priors else ())]
+    columns = [*args.samplers, *(PRIORS if args.priors else ()), *(WARM if args.warm else ())]
     _print_table(columns, args.landscapes, args.seeds, sorted(args.trials), args.parallel)
 
 

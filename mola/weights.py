@@ -37,8 +37,8 @@ def linear_weights(model: PreTrainedModel | ModelSource) -> Iterator[tuple[int, 
     if isinstance(model, PreTrainedModel):
         yield from _loaded(model)
         return
-    skeleton = _skeleton(model)
-    places = _places(skeleton, _files(model))
+    meta = skeleton(model)
+    places = _places(meta, _files(model))
     if places is None:
         yield from _loaded(load_model(model))
     else:
@@ -63,8 +63,12 @@ def _linears(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
                 yield layer, f"{layer}.{suffix}", modules[suffix]
 
 
-def _skeleton(source: ModelSource) -> PreTrainedModel:
-    """Build the model without memory for its weights, to know its layers' names and shapes."""
+def skeleton(source: ModelSource) -> PreTrainedModel:
+    """Build the model without memory for its weights, to know its layers' names and shapes.
+
+    Raises:
+        ValueError: There is no such model.
+    """
     config = load_config(source)
     with readable_errors(source), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -12,6 +12,26 @@ from mola.allocation import Allocation, ExpertBudget
 Bound = int | tuple[int, ...]
 
 
+class Budgets(click.ParamType[int | tuple[int, ...]]):
+    """A number of experts over all layers, or several with commas: `160`, `96,128,160`."""
+
+    name = "N[,N...]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | tuple[int, ...]:
+        """Give a number, or several in the order given."""
+        items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+        texts = [str(item).strip() for item in items]
+        totals = tuple(int(text) for text in texts if re.fullmatch(r"\d{1,300}", text, re.ASCII))
+        if not totals or len(totals) < len(texts) or not all(totals):
+            shown = ",".join(texts)
+            self.fail(f"{shown!r} is not a whole number from 1, or several with commas", param, ctx)
+        if len(set(totals)) < len(totals):
+            self.fail(f"{','.join(texts)!r} has a budget twice", param, ctx)
+        return totals if len(totals) > 1 else totals[0]
+
+
 class PerLayer(click.ParamType[Bound]):
     """One whole number for all layers, or one per layer: `1,1,2,2` or `1x16 2x16`.
 

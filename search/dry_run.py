@@ -12,6 +12,7 @@ from search.console.bars import spark
 from search.plan import Plan, most_replicates
 from search.priors.given import Prior
 from search.priors.named import named_allocations
+from search.priors.transfer import transfer
 from search.sampler import make_sampler
 from studies import encoding
 
@@ -24,8 +25,9 @@ def describe(plan: Plan) -> str:
     size, highest = budget.size(), max(budget.highs)
     goal = min(settings.trials, size)
     named = list(named_allocations(budget).items())[:goal]
-    given = [p for p in plan.priors if isinstance(p, Prior) and p.allocation not in dict(named)]
-    given = given[: goal - len(named)]
+    believed = [p for p in plan.priors if isinstance(p, Prior)]
+    believed += [transfer(source, budget) for source in plan.sources]
+    given = [p for p in believed if p.allocation not in dict(named)][: goal - len(named)]
     unknown = [p for p in plan.priors if isinstance(p, str)]
     lines = [
         f"Study {settings.study}: {spec.total} experts over {spec.num_layers} layers, "
@@ -38,7 +40,7 @@ def describe(plan: Plan) -> str:
         "Named allocations, which run first:",
         *(f"  {spark(a, highest)}  {','.join(names)}: {a}" for a, names in named),
     ]
-    if plan.priors:
+    if believed or unknown:
         lines += ["Priors, which follow:"]
         lines += [f"  {spark(p.allocation, highest)}  {p.name}: {p.allocation}" for p in given]
         lines += [f"  {name}: measured on the model when the search starts" for name in unknown]

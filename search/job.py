@@ -5,9 +5,10 @@ What is imported late is what takes long, so that `--help` and mistakes are answ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import optuna
 
+    from search.budgets.pool import Workers
     from search.console.trouble import StoreTrouble
     from search.priors.given import Prior
     from search.updates import Update
@@ -57,6 +59,7 @@ def open_study(plan: Plan) -> Iterator[Opened]:
     """
     import optuna
 
+    from search.console.results import study_folder
     from search.console.trouble import StoreTrouble
     from search.driver import StopRequestedError
     from search.pruner import make_pruner
@@ -77,38 +80,74 @@ def open_study(plan: Plan) -> Iterator[Opened]:
     if isinstance(sampler, ProjectedSampler):
         sampler.check(study)
     with claim(study, url, trouble.say) as held:
-        _write_settings(plan)
+        path = study_folder(settings) / "config.toml"
+        heading = "Settings of this study: python -m search.run --config FILE"
+        write_settings(path, vars(settings), heading)
         yield Opened(study, url, held, trouble)
 
 
-def _write_settings(plan: Plan) -> None:
-    from search.console.results import study_folder
+def write_settings(path: Path, settings: Mapping[str, Any], heading: str) -> None:
+    """Write settings as a file that `--config` reads."""
     from studies.storage import mask
 
-    settings = plan.settings
-    in_force = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    if settings.storage is not None and mask(settings.storage) != settings.storage:
-        in_force["storage"] = None  # a file is no place for a password
-    path = study_folder(settings) / "config.toml"
-    config.write(path, in_force, "Settings of this study: python -m search.run --config FILE")
+    storage = settings["storage"]
+    if storage is not None and mask(storage) != storage:
+        settings = {**settings, "storage": None}  # a file is no place for a password
+    config.write(path, settings, heading)
 
 
-def settle_priors(plan: Plan, study: optuna.Study) -> tuple[Prior, ...]:
-    """Measure the priors that need it, before a worker takes the GPU; tell study and sampler."""
+def settle_priors(
+    plan: Plan, study: optuna.Study, measured: Mapping[str, Any] | None = None
+) -> tuple[Prior, ...]:
+    """Measure the priors that need it, before a worker takes the GPU; tell study and sampler.
+
+    Args:
+        plan: What is to be done.
+        study: Where it is recorded.
+        measured: Priors that another study of the same model and data has recorded.
+    """
     from search.priors.settle import settle
-    from search.sampler import make_sampler
 
     settings = plan.settings
     gpus = settings.gpus_per_worker
     device = "cpu" if gpus == 0 else "auto" if gpus and gpus > 1 else "any"
-    priors = settle(study, plan.spec, plan.data, plan.priors, device=device, quiet=settings.quiet)
+    priors = settle(
+        study,
+        plan.spec,
+        plan.data,
+        plan.priors,
+        device=device,
+        quiet=settings.quiet,
+        measured=measured or {},
+    )
+    return begin_with_sources(plan, study, priors)
+
+
+def begin_with_sources(
+    plan: Plan, study: optuna.Study, priors: tuple[Prior, ...]
+) -> tuple[Prior, ...]:
+    """Add what other searches have found to the priors, and tell the sampler of all of them."""
+    from search.priors.settle import settle_sources
+    from search.sampler import make_sampler
+
+    settings = plan.settings
+    priors = tuple(prior for prior in priors if prior.source is None)
+    priors += settle_sources(study, plan.spec, plan.sources)
     if priors:
-        believed = [prior.allocation for prior in priors]
+        believed = [prior.belief for prior in priors]
         study.sampler = make_sampler(settings.sampler, plan.spec.budget, settings.seed, believed)
     return priors
 
 
-def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) -> int:
+def search(
+    plan: Plan,
+    opened: Opened,
+    command: str,
+    priors: tuple[Prior, ...],
+    *,
+    workers: Workers | None = None,
+    go_on: str | None = None,
+) -> int:
     """Run the search to its end, and print what it found.
 
     Args:
@@ -116,6 +155,8 @@ def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) 
         opened: Where it is recorded.
         command: Repeats this run.
         priors: What it begins with, beside the named allocations.
+        workers: Give the workers, who stay for the next search; None: started for this one.
+        go_on: Command that goes on after an interruption; None: with this study alone.
 
     Returns:
         The exit status.
@@ -168,7 +209,7 @@ def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) 
                 driver = Driver(
                     study,
                     plan.spec,
-                    lambda: _begin(plan, study, command, signals),
+                    lambda: _begin(plan, study, command, signals, workers),
                     rules,
                     priors=priors,
                     notify=notify,
@@ -176,9 +217,9 @@ def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) 
                 )
                 conclusion = driver.run()
         except StoreError as error:
-            return _stopped(plan, error)
+            return _stopped(plan, error, go_on=go_on)
         except (KeyboardInterrupt, StopRequestedError, TooManyFailuresError, PoolError) as error:
-            return _stopped(plan, error, signals.received)
+            return _stopped(plan, error, signals.received, go_on)
     if not driver.started and not settings.quiet:
         done = f"{driver.goal} allocations are measured; a higher --trials goes on with it"
         if driver.settled:
@@ -187,13 +228,16 @@ def search(plan: Plan, opened: Opened, command: str, priors: tuple[Prior, ...]) 
     return _finish(plan, study, opened.url, conclusion)
 
 
-def _stopped(plan: Plan, error: BaseException, by: signal.Signals | None = None) -> int:
+def _stopped(
+    plan: Plan, error: BaseException, by: signal.Signals | None = None, go_on: str | None = None
+) -> int:
     """Say why the search stopped and how to go on.
 
     Args:
         plan: What is not finished.
         error: What happened.
         by: The signal that asked for it.
+        go_on: Command that goes on with it; None: with this study alone.
 
     Returns:
         The exit status.
@@ -202,11 +246,13 @@ def _stopped(plan: Plan, error: BaseException, by: signal.Signals | None = None)
 
     why = "Stopped; the trials under way start again." if by else f"Error: {one_line(error)}"
     click.echo(why, err=True)
-    click.echo(f"To go on: {continue_command(plan.settings)}", err=True)
+    click.echo(f"To go on: {go_on or continue_command(plan.settings)}", err=True)
     return 128 + by if by else STOPPED_BY_FAILURES
 
 
-def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) -> Pool:
+def _begin(
+    plan: Plan, study: optuna.Study, command: str, signals: StopSignals, workers: Workers | None
+) -> Pool:
     """Record that this command runs trials, and start the workers."""
     from search.plan import most_replicates
     from studies.provenance import note_run
@@ -220,6 +266,8 @@ def _begin(plan: Plan, study: optuna.Study, command: str, signals: StopSignals) 
         goal=min(settings.trials, budget.size()),
         replicates=most_replicates(settings, budget),
     )
+    if workers is not None:
+        return workers.get(lambda: _open_pool(plan, signals))
     return _open_pool(plan, signals)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from studies.spec import StudySpec
 
 if TYPE_CHECKING:
     from mola.data import TaskData
+    from search.priors.transfer import Source
 
 
 CONNECT_SECONDS = 10
@@ -41,6 +42,7 @@ class Settings:
     max_experts: Bound | None
     fix: tuple[tuple[int, int], ...]
     prior: tuple[str, ...]
+    warm_from: tuple[str, ...]
     model: str | None
     revision: str | None
     dtype: str
@@ -108,12 +110,14 @@ class Plan:
         spec: What the study is about.
         data: The tokenised rows, without the test split, which no search may read.
         priors: What `--prior` named; the name alone of what is measured when the search starts.
+        sources: The searches of `--warm-from`, as far as the study does not know them yet.
     """
 
     settings: Settings
     spec: StudySpec
     data: TaskData
     priors: tuple[Prior | str, ...]
+    sources: tuple[Source, ...] = ()
 
 
 def with_demo_defaults(settings: Settings, given: Collection[str]) -> Settings:
@@ -159,14 +163,7 @@ def prepare(settings: Settings) -> Plan:
 
     from mola import base
 
-    budget = make_budget(
-        base.num_layers(source),
-        settings.budget,
-        settings.min_experts,
-        settings.max_experts,
-        settings.fix,
-    )
-    adapter.check_rank(max(budget.highs))
+    budget = _budget(settings, base.num_layers(source))
     priors = read_priors(settings.prior, budget)
     base.check_length(source, settings.max_length)
     data = _load_data(settings)
@@ -188,14 +185,56 @@ def prepare(settings: Settings) -> Plan:
         seed=settings.seed,
         objective="nats per row" if data.has_choices else "nats per output token",
     )
-    return Plan(settings, spec, data, priors)
+    return Plan(settings, spec, data, priors, _read_sources(settings, spec))
 
 
-def default_study_name(settings: Settings) -> str:
+def with_budget(plan: Plan, total: int, name: str) -> Plan:
+    """Plan the same search with another budget, under another name; nothing is loaded again.
+
+    Raises:
+        ValueError: the total is out of the bounds' reach, or a prior does not fit it.
+    """
+    settings = replace(plan.settings, budget=total, study=name)
+    budget = _budget(settings, plan.spec.num_layers)
+    spec = replace(plan.spec, total=budget.total, low=budget.low, high=budget.high)
+    priors = read_priors(settings.prior, budget)
+    return Plan(settings, spec, plan.data, priors, _read_sources(settings, spec))
+
+
+def check_budgets(settings: Settings, totals: Sequence[int]) -> None:
+    """Check that all budgets can be met before the data of any is read.
+
+    Raises:
+        ValueError: a total is out of the bounds' reach, or there is no such model.
+    """
+    from mola import base
+
+    num_layers = base.num_layers(settings.source)
+    for total in totals:
+        _budget(replace(settings, budget=total), num_layers)
+
+
+def _budget(settings: Settings, num_layers: int) -> ExpertBudget:
+    low, high = settings.min_experts, settings.max_experts
+    budget = make_budget(num_layers, settings.budget, low, high, settings.fix)
+    settings.adapter.check_rank(max(budget.highs))
+    return budget
+
+
+def _read_sources(settings: Settings, spec: StudySpec) -> tuple[Source, ...]:
+    if not settings.warm_from:
+        return ()
+    from search.priors.transfer import read_sources
+
+    name, root, storage = str(settings.study), settings.root, settings.storage
+    return read_sources(settings.warm_from, name, root, storage, spec.objective)
+
+
+def default_study_name(settings: Settings, *, with_budget: bool = True) -> str:
     """Name a study after its model, data and budget, so that the same command finds it again."""
     model = "demo" if settings.model is None else _short_name(settings.model)
     data = [] if settings.data is None else [_short_name(settings.data)]
-    text = "-".join([model, *data, str(settings.budget)])
+    text = "-".join([model, *data, *([str(settings.budget)] if with_budget else [])])
     return re.sub(r"[^\w.-]+", "-", text).lstrip(".")
 
 
@@ -233,7 +272,8 @@ def check_reachable(address: str) -> None:
 
 def most_replicates(settings: Settings, budget: ExpertBudget) -> int:
     """Count the trials of the confirmation, if no finalist is a named allocation or a prior."""
-    allocations = settings.finalists + len(named_allocations(budget)) + len(settings.prior)
+    believed = len(settings.prior) + len(settings.warm_from)
+    allocations = settings.finalists + len(named_allocations(budget)) + believed
     return settings.confirm_seeds * min(allocations, settings.trials, budget.size())
 
 

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from mola.demo import DEFAULTS
 from search import config, job
-from search.bounds import Fixed, PerLayer
+from search.bounds import Budgets, Fixed, PerLayer
 from search.console.cli import (
     MOST_SEEDS,
     MOST_WORKERS,
@@ -49,9 +49,10 @@ def _demo_defaults() -> str:
 @option(
     "Search",
     "--budget",
-    type=positive,
+    type=Budgets(),
     required=True,
-    help="Number of experts over all layers.",
+    help="Number of experts over all layers. Several, 96,128,160, are searched one after the "
+    "other, each as a study STUDY-N that begins with what the one before has found, and compared.",
 )
 @option(
     "Search",
@@ -90,6 +91,15 @@ def _demo_defaults() -> str:
     "gradient or representation (from some training rows as well), measured on the model before "
     "the search begins; a file with an allocation, or with a score per layer as JSON "
     '{"scores": [...]}, higher for more experts. Repeatable.',
+)
+@option(
+    "Search",
+    "--warm-from",
+    multiple=True,
+    metavar="STUDY",
+    help="Another search to begin with, of another data set, model of the family, depth or budget: "
+    "what its layers' experts were worth, which gives an allocation to try and a direction that "
+    "the sampler follows as long as the trials agree. Taken once and kept. Repeatable.",
 )
 @option(
     "Search",
@@ -180,7 +190,12 @@ def _demo_defaults() -> str:
     help="End a proxy that takes longer, with its process, and try it once more.  [default: 10 "
     "times the slowest so far, at least 10 minutes; before one has finished, an hour of silence]",
 )
-@option("Study", "--study", help="Name of the study.  [default: from model, data and budget]")
+@option(
+    "Study",
+    "--study",
+    help="Name of the study, or the beginning of the names of several budgets.  "
+    "[default: from model, data and budget]",
+)
 @study_options
 @option(
     "Other",
@@ -203,22 +218,55 @@ def main(ctx: click.Context, /, **options: Any) -> int:
     options.pop("config")
     dry_run = options.pop("dry_run")
     given = {name for name in options if ctx.get_parameter_source(name) != ParameterSource.DEFAULT}
+    budget: int | tuple[int, ...] = options.pop("budget")
+    totals = (budget,) if isinstance(budget, int) else budget
     with user_errors(), warnings_as_lines():
-        settings = with_demo_defaults(Settings(**options), given)
+        settings = with_demo_defaults(Settings(budget=totals[0], **options), given)
         if settings.model is None and not settings.quiet:
             click.echo(
                 "Model: the built-in demonstration model (choose yours by --model)", err=True
             )
+    if len(totals) > 1:
+        return _several(settings, totals, ctx, given, dry_run)
+    return _one(settings, ctx, given, dry_run)
+
+
+def _one(settings: Settings, ctx: click.Context, given: set[str], dry_run: bool) -> int:
+    """Search one budget, or say what would be done."""
+    with user_errors(), warnings_as_lines():
+        from search.budgets.members import check_single
+
         plan = prepare(settings)
         if dry_run:
             from search.dry_run import describe
 
             click.echo(describe(plan))
             return 0
+        check_single(str(plan.settings.study), settings.root, settings.storage)
         opened = ctx.with_resource(job.open_study(plan))
         priors = job.settle_priors(plan, opened.study)
-    command = module_command("run", *given_options(ctx.command, vars(plan.settings), given))
-    return job.search(plan, opened, command, priors)
+    line = module_command("run", *given_options(ctx.command, vars(plan.settings), given))
+    return job.search(plan, opened, line, priors)
+
+
+def _several(
+    settings: Settings,
+    totals: tuple[int, ...],
+    ctx: click.Context,
+    given: set[str],
+    dry_run: bool,
+) -> int:
+    """Search several budgets, or say what would be done."""
+    from search.budgets import job as budgets
+
+    with user_errors(), warnings_as_lines():
+        group = budgets.plan_budgets(settings, totals)
+        if dry_run:
+            click.echo(budgets.describe(group))
+            return 0
+        opened = ctx.with_resource(budgets.open_studies(group))
+    line = module_command("run", *given_options(ctx.command, group.in_force(), given))
+    return budgets.search(group, opened, line)
 
 
 if __name__ == "__main__":

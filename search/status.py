@@ -31,17 +31,26 @@ SILENT, SILENT_SECONDS = 5, 60
 
 
 @click.command(cls=Command)
-@option("Status", "--study", metavar="NAME", help="Name of the study.  [default: list all studies]")
+@option(
+    "Status",
+    "--study",
+    metavar="NAME",
+    help="Name of the study, or of several budgets.  [default: list all studies]",
+)
 @study_options
 def main(study: str | None, root: Path, storage: str | None) -> None:
     """Show how a search stands, or list all studies, while they run or afterwards."""
     with user_errors():
+        from search.budgets.members import find_members
         from search.report.findings import read_findings
         from studies.catalog import find_studies
         from studies.store import load_study, storage_url
 
         now = datetime.now()
         if study is not None:
+            if members := find_members(study, root, storage):
+                click.echo(_describe_budgets(study, members, now))
+                return
             loaded = load_study(study, storage_url(root, study, storage))
             click.echo(printable(describe(read_findings(loaded), now)))
             return
@@ -91,6 +100,18 @@ def describe(findings: Findings, now: datetime) -> str:
         winner = findings.winner["trial"]
         lines.append(f"  {so_far}trial {winner} wins; {findings.conclusion['text']}")
     return "\n".join(lines)
+
+
+def _describe_budgets(name: str, members: list[optuna.Study], now: datetime) -> str:
+    """Write the status of each budget of a search, and what they say together."""
+    from search.budgets.compare import read_budgets
+    from search.budgets.report import verdict
+
+    budgets = read_budgets(name, members)
+    each = [describe(member.findings, now) for member in budgets.members]
+    return "\n".join(
+        [*each, f"{name}, its budgets together:", *(f"  {s}" for s in verdict(budgets))]
+    )
 
 
 def state(findings: Findings, now: datetime) -> str:

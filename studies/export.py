@@ -19,7 +19,7 @@ from studies.records import TrialRecord, get_conclusion, records, study_spec
 from studies.strict import decode
 
 # All linear layers of the only architecture that the reference implementation knows, LLaMA.
-_LLAMA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LLAMA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 # What the origin takes from the spec as it is.
@@ -101,7 +101,7 @@ def upstream_args(allocation: Allocation, adapter: AdapterSettings) -> str | Non
     experts = allocation.experts
     if min(experts) == 0:
         return None
-    modules = adapter.target_modules or _LLAMA_MODULES
+    modules = adapter.target_modules or LLAMA_MODULES
     values = {
         "number_experts": ",".join(map(str, experts)),
         "top_k": ",".join(str(min(adapter.top_k, n)) for n in experts),

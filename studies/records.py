@@ -143,7 +143,8 @@ def get_priors(study: optuna.Study) -> dict[str, Any]:
     """Read the priors that the study was given so far.
 
     Returns:
-        By name: `experts` per layer, and `scores` per layer or None.
+        By name: `experts` per layer, `scores` per layer or None, and, where another search gave
+        them, `source`: what it was (`search.priors.transfer`).
 
     Raises:
         ValueError: Another program or version wrote them.

@@ -40,14 +40,21 @@ def test_what_was_given_is_written_as_flags() -> None:
 
 
 def test_flags_that_are_written_are_read_again_as_the_same_settings() -> None:
-    settings = {**SETTINGS, "budget": 160, "rungs": (5, 10), "lora_alpha": 16.5}
-    words = given_options(main, settings, list(settings))
-    params = main.make_context("run", list(words)).params
-    assert {name: params[name] for name in ("budget", "rungs", "lora_alpha")} == {
+    given = {
         "budget": 160,
         "rungs": (5, 10),
         "lora_alpha": 16.5,
+        "fix": ((0, 2), (31, 8)),
+        "min_experts": (0, 1, 1, 0),
+        "prior": ("2468", "my prior.txt"),
+        "warm_from": ("other", "third"),
     }
+    words = given_options(main, {**SETTINGS, **given}, list(given))
+    params = main.make_context("run", list(words)).params
+    assert {name: params[name] for name in given} == given
+    words = given_options(main, {**SETTINGS, "budget": (96, 160)}, ["budget"])
+    assert words == ["--budget", "96,160"]
+    assert main.make_context("run", words).params["budget"] == (96, 160)
 
 
 def test_a_password_is_masked() -> None:

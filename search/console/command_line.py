@@ -32,9 +32,13 @@ def given_options(
         value = settings.get(str(param.name))
         if param.name not in given or value is None or value is False:
             continue
-        words.append(max(param.opts, key=len))
-        if value is not True:
-            words.append(_word(str(param.name), value))
+        flag = max(param.opts, key=len)
+        if value is True:
+            words.append(flag)
+        elif getattr(param, "multiple", False):
+            words += [word for each in value for word in (flag, _word(str(param.name), each))]
+        else:
+            words += [flag, _word(str(param.name), value)]
     return words
 
 
@@ -50,5 +54,7 @@ def _word(name: str, value: Any) -> str:
 
         return mask(value)
     if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
+        # --fix is made of pairs
+        items = ["=".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in value]
+        return ",".join(items) or "none"
     return str(value)

@@ -7,13 +7,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mola.allocation import Allocation, ExpertBudget
 from search.priors.measure import MEASURED
 from search.priors.named import NAMES, named
 from search.priors.scores import allocate
 from studies.strict import check_keys
+
+if TYPE_CHECKING:
+    from search.priors.transfer import Source
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,19 @@ class Prior:
         name: As given: a name, or the name of a file.
         allocation: In the budget.
         scores: Per layer, where the allocation was made of them.
+        source: The other search that they come from; None where people or a measurement gave them.
     """
 
     name: str
     allocation: Allocation
     scores: tuple[float, ...] | None = None
+    source: Source | None = None
+
+    @property
+    def belief(self) -> Allocation | tuple[float, ...]:
+        """What the sampler is told: another search's weights, else the allocation."""
+        known = self.scores if self.source is not None else None
+        return self.allocation if known is None else known
 
 
 def read_priors(texts: Sequence[str], budget: ExpertBudget) -> tuple[Prior | str, ...]:

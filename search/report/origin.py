@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from search.console.command_line import module_command, study_place
+from search.priors.given import Prior
 from search.report.findings import Findings
 from search.report.parts import Section, Table
 
 
-def origin(findings: Findings, root: Path, storage: str | None) -> Section:
+def origin(
+    findings: Findings, root: Path, storage: str | None, taken: Sequence[Prior] = ()
+) -> Section:
     """Give the section that lets others repeat the search.
 
     Args:
         findings: The study.
         root: Folder of the studies.
         storage: URL, if it is not the default one; passwords are masked.
+        taken: What the search began with from other ones.
     """
     spec = findings.spec
     train, adapter = spec.train, spec.adapter
@@ -46,6 +51,7 @@ def origin(findings: Findings, root: Path, storage: str | None) -> Section:
         ("seed of the search", str(spec.seed)),
         ("seeds of all trials", ", ".join(map(str, sorted({t.seed for t in findings.trials})))),
     ]
+    rows += [("began with", str(prior.source)) for prior in taken]
     if findings.runs:
         latest = findings.runs[-1]
         rows += [

@@ -28,6 +28,7 @@ def write_report(study: optuna.Study, root: Path, storage: str | None) -> Path:
     """
     from mola.allocation import Allocation
     from search.full.store import find_comparison, runs_of
+    from search.priors.transfer import recorded
     from search.report.findings import read_findings
     from search.report.full import full_runs
     from search.report.html import html_report
@@ -48,7 +49,7 @@ def write_report(study: optuna.Study, root: Path, storage: str | None) -> Path:
     comparison = find_comparison(study)
     if comparison is not None and (runs := runs_of(comparison)):
         parts.insert(1, full_runs(findings, runs))
-    parts.append(origin(findings, root, storage))
+    parts.append(origin(findings, root, storage, recorded(study)))
     folder = root / findings.name
     write_text_atomic(folder / HTML_FILE, html_report(findings.name, claims, parts))
     write_text_atomic(folder / MARKDOWN_FILE, markdown_report(findings.name, claims, parts))

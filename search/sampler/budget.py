@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler.cma import CmaEsSampler
 from search.sampler.failures import without_failures
-from search.sampler.features import FeatureMap
+from search.sampler.features import Belief, FeatureMap
 from search.sampler.history import History, all_trials, read_history
 from search.sampler.joint import BudgetExhausted, JointSampler, remaining
 from search.sampler.projected import ProjectedSampler, UniformSampler
@@ -46,8 +46,8 @@ class BudgetSampler(JointSampler):
     Args:
         budget: the allowed allocations.
         seed: of the random part of proposals; None draws one.
-        priors: allocations believed good. They suggest which layers matter, for as long as the
-            trials agree; to have them tried, enqueue them.
+        priors: allocations believed good, or a weight per layer. They suggest which layers matter,
+            for as long as the trials agree; to have allocations tried, enqueue them.
 
     Raises:
         ValueError: a prior has another number of layers than the budget.
@@ -58,13 +58,14 @@ class BudgetSampler(JointSampler):
         budget: ExpertBudget,
         *,
         seed: int | None = None,
-        priors: Sequence[Allocation] = (),
+        priors: Sequence[Belief] = (),
     ) -> None:
         super().__init__(budget, seed=seed)
         for prior in priors:
-            if prior.num_layers != budget.num_layers:
+            layers = len(prior.experts if isinstance(prior, Allocation) else prior)
+            if layers != budget.num_layers:
                 raise ValueError(
-                    f"the prior {prior} has {prior.num_layers} layers, expected {budget.num_layers}"
+                    f"the prior {prior} has {layers} layers, expected {budget.num_layers}"
                 )
         self._features = FeatureMap(budget, priors)
 
@@ -110,7 +111,7 @@ def posterior_means(
 
 
 def make_sampler(
-    name: str, budget: ExpertBudget, seed: int | None, priors: Sequence[Allocation] = ()
+    name: str, budget: ExpertBudget, seed: int | None, priors: Sequence[Belief] = ()
 ) -> JointSampler:
     """Make a sampler by its name on the command line.
 
@@ -119,7 +120,7 @@ def make_sampler(
             `random`, uniform over the budget.
         budget: the allowed allocations.
         seed: of the sampler; None draws one.
-        priors: allocations believed good, for `budget`; the others do not take any.
+        priors: what is believed, for `budget`; the others do not take any.
 
     Raises:
         ValueError: the name is unknown, or the sampler needs a package that is not installed.

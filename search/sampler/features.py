@@ -13,6 +13,8 @@ import numpy as np
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler.moves import Floats, Ints
 
+Belief = Allocation | Sequence[float]  # an allocation believed good, or a weight per layer
+
 _CURVES = 6
 _CURVE_SCALE = 0.6  # length scale of the curves, in units of the rescaled logarithm
 
@@ -32,11 +34,12 @@ class FeatureMap:
 
     Args:
         budget: the allowed allocations.
-        priors: allocations believed good: that layers deserve weights in proportion to what they
-            have there is a direction of its own, which the data may follow, ignore or reverse.
+        priors: allocations believed good, or layers' weights as another search found them [L]: that
+            layers deserve weights in proportion to what they have there is a direction of its own,
+            which the data may follow, ignore or reverse.
     """
 
-    def __init__(self, budget: ExpertBudget, priors: Sequence[Allocation] = ()) -> None:
+    def __init__(self, budget: ExpertBudget, priors: Sequence[Belief] = ()) -> None:
         self.first = min(budget.lows)
         self.basis = _value_basis(self.first, max(budget.highs), budget.total / budget.num_layers)
         layers = budget.num_layers
@@ -114,11 +117,12 @@ def _value_basis(low: int, high: int, mean: float) -> Floats:
     return np.concatenate([log[:, None], curves], axis=1)
 
 
-def _directions(priors: Sequence[Allocation], layers: int) -> Floats:
-    """Tie weights as allocations believed good do: w ~ theta q, q their deviations, scaled to 1."""
+def _directions(priors: Sequence[Belief], layers: int) -> Floats:
+    """Tie weights as what is believed does: w ~ theta q, q its deviations, scaled to 1."""
     total = np.zeros((layers, layers))
     for prior in priors:
-        deviations = np.array(prior.experts) - prior.total / layers
+        believed = np.array(prior.experts if isinstance(prior, Allocation) else prior, dtype=float)
+        deviations = believed - believed.mean()
         if deviations.any():
             q = deviations / deviations.std()
             total += np.outer(q, q)

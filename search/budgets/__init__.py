@@ -1,0 +1,1 @@
+"""Several budgets in one go: how many experts, after where they belong."""
