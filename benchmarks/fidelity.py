@@ -13,6 +13,7 @@ replayed on a search's curves in their order: what it saves, and how often it lo
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ from search.pruner import ends_behind
 from search.sampler.rungs import Passed
 from studies import store
 
+STARTUP = 8  # trials before a pruner acts, and the fewest that are worth a correlation
 RECORDED = Path(__file__).parent / "recorded"
 LENGTHS = (7, 14, 28, 84)  # of the built-in model's fine-tunes; a proxy has 28 steps
 COLUMNS = ["allocation", "seed", "length", "step", "objective"]
@@ -101,7 +103,7 @@ def interval(x: np.ndarray, y: np.ndarray, draws: int = 2000) -> tuple[float, fl
 
     def of(index: np.ndarray) -> float:
         a, b = pd.Series(x[index]).rank(), pd.Series(y[index]).rank()
-        return float(np.corrcoef(a, b)[0, 1])
+        return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else math.nan
 
     rng = np.random.default_rng(0)
     everything = np.arange(len(x))
@@ -144,7 +146,7 @@ def print_seeds(table: pd.DataFrame) -> None:
     for length in sorted(table["length"].unique()):
         ends = table[(table["length"] == length) & (table["step"] == length)]
         by_seed = ends.pivot_table(index="allocation", columns="seed", values="objective").dropna()
-        if by_seed.shape[1] < 2 or len(by_seed) < 5:
+        if by_seed.shape[1] < 2 or len(by_seed) <= STARTUP:
             continue
         pairs = [
             interval(by_seed[a].to_numpy(), by_seed[b].to_numpy())[0]
@@ -161,8 +163,10 @@ def print_pruners(table: pd.DataFrame) -> None:
         curves = table[table["length"] == length].pivot_table(
             index=["seed", "allocation"], columns="step", values="objective"
         )
-        curves = curves.dropna()
+        curves = curves.dropna().groupby(level="seed").filter(lambda group: len(group) > STARTUP)
         rungs = [int(s) for s in curves.columns if s < length]
+        if curves.empty:
+            continue
         for chosen in [(r,) for r in rungs] + ([tuple(rungs)] if len(rungs) > 1 else []):
             for name, rule in RULES.items():
                 saved, kept, loss = _replay(curves, chosen, length, rule)
@@ -179,7 +183,6 @@ def _learnt(value: float, passed: list[tuple[float, float | None]]) -> bool:
     return len(complete) >= STARTUP and ends_behind(value, Passed(complete[:, 0], complete[:, 1]))
 
 
-STARTUP = 8
 RULES = {"median": _median, "learnt": _learnt}  # search.pruner's decisions, without a study
 
 
@@ -198,8 +201,6 @@ def _replay(
     rng = np.random.default_rng(0)
     saved, kept, loss = [], [], []
     for _, group in curves.groupby(level="seed"):
-        if len(group) <= STARTUP:
-            continue
         for _ in range(200):
             seen: dict[int, list[tuple[float, float | None]]] = {rung: [] for rung in rungs}
             spent, survivors = 0, []
