@@ -8,6 +8,7 @@ renewed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -109,7 +110,8 @@ def _lock(store: Path, name: str) -> TextIO | None:
     Raises:
         ValueError: Another process has locked it.
     """
-    path = store.with_name(f"{store.name}.{name[:50]}.lock")
+    short = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    path = store.with_name(f"{store.name}.{short}.lock")
     while True:
         file = path.open("a+", encoding="utf-8")
         try:

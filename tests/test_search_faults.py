@@ -20,6 +20,7 @@ from search.driver import TooManyFailuresError
 from search.priors.named import named
 from search.workers.clock import LONGEST_GAP_SECONDS, AwakeClock
 from search.workers.pool import Failed, Job
+from search.workers.ray_runtime import PACKAGES, _wants_token
 from studies.store import fail, records
 
 UNLUCKY = named("2468", SPEC.budget)
@@ -165,6 +166,18 @@ def test_the_end_of_ray_is_nobodys_fault() -> None:
     drive(study, PretendPool(script=script), dataclasses.replace(RULES, max_failures=2))
     assert len(own(study)) == RULES.trials
     assert {r.reason for r in records(study) if r.state == "FAIL"} == {"Ray died"}
+
+
+def test_a_cluster_is_given_the_packages_from_where_they_are() -> None:
+    assert all((PACKAGES / name / "__init__.py").exists() for name in ("mola", "studies", "search"))
+
+
+def test_a_cluster_that_wants_a_token_is_recognised() -> None:
+    text = "Last connection error: ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken"
+    refused, gone = ConnectionError("Failed to connect"), ConnectionError("Failed to connect")
+    refused.__cause__, gone.__cause__ = RuntimeError(text), RuntimeError("timed out")
+    assert _wants_token(refused)
+    assert not _wants_token(gone)
 
 
 def test_a_rung_that_is_not_finite_is_named() -> None:

@@ -114,6 +114,7 @@ def test_a_second_signal_stops_at_once(
     check_finished(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_search_under_nohup_outlives_its_terminal(searches: Nursery, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -165,6 +166,7 @@ def test_results_that_nobody_can_take_are_one_line(searches: Nursery, tmp_path: 
     check_finished(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_suspended_driver_gives_up_nobody(searches: Nursery, tmp_path: Path) -> None:
     search = searches.start(tmp_path, "--trial-timeout", "5.5", pace=PACE)
     wait_for(tmp_path / "err.txt", "trial 1 ")

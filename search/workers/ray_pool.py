@@ -183,7 +183,7 @@ class RayPool:
             if isinstance(cause_of(error), FloatingPointError):
                 worker.state, worker.job = _State.IDLE, None
                 return [] if job is None else [(job.number, failed)]
-            if (death := self._watch.death()) is not None:  # it may have taken the worker along
+            if (death := self._watch.death(at_once=True)) is not None:  # that took it along
                 return self._after_death(death)
             if worker.state is _State.LOADING:
                 # A model that cannot be read will not be readable the next time.

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from search.workers.pool import Failed, PoolError
 
+PACKAGES = Path(__file__).resolve().parents[2]  # the folder that holds mola, studies and search
 ANSWER_SECONDS = 2.0  # that a cluster's head may take to take a connection
 MISSED_SECONDS = 15.0  # of no connection, after which the cluster is gone; Ray ends us after 60
 
@@ -44,8 +45,7 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
     # Whatever log_to_driver says, Ray prints its nodes' errors on stdout, a paragraph for each
     # dead worker. There is no switch; without this function it has nothing to print with.
     ray._private.worker.print_to_stdstream = _print_nothing
-    packages = Path(__file__).resolve().parents[2]
-    environment = {"py_modules": [str(packages / p) for p in ("mola", "studies", "search")]}
+    environment = {"py_modules": [str(PACKAGES / p) for p in ("mola", "studies", "search")]}
     try:
         ray.init(
             address=address or "local",
@@ -55,12 +55,21 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
             logging_level=logging.ERROR,
             runtime_env=environment if address else None,
         )
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())
         if address is not None:
+            if _wants_token(error):
+                reason = "it wants a token (RAY_AUTH_MODE=token, see Ray's documentation)"
             raise ValueError(f"--address {address}: cannot join the cluster: {reason}") from error
         raise PoolError(f"cannot start Ray on this machine: {reason}") from error
     return ray, True
+
+
+def _wants_token(error: BaseException | None) -> bool:
+    """Whether a cluster refused us for want of a token, which Ray says in the text of a cause."""
+    while error is not None and "AuthenticationError" not in f"{type(error).__name__} {error}":
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class RayWatch:
@@ -80,8 +89,13 @@ class RayWatch:
         self._node = context.get_node_id()
         self._missed_since: float | None = None
 
-    def death(self) -> str | None:
-        """Say what of Ray has died; None while it lives."""
+    def death(self, *, at_once: bool = False) -> str | None:
+        """Say what of Ray has died; None while it lives.
+
+        Args:
+            at_once: Take a cluster whose head does not answer for dead, as where a worker has
+                died, too; else it gets `MISSED_SECONDS`.
+        """
         if self.local:
             # Ray says nowhere else that these have ended.
             processes = self._ray._private.worker._global_node.all_processes
@@ -92,7 +106,7 @@ class RayWatch:
         if not self._answers():
             now = time.monotonic()
             self._missed_since = self._missed_since or now
-            gone = now - self._missed_since >= MISSED_SECONDS
+            gone = at_once or now - self._missed_since >= MISSED_SECONDS
             return "the Ray cluster does not answer any more" if gone else None
         self._missed_since = None
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
