@@ -173,7 +173,8 @@ def _run(name: str, tree: ast.Module, path: Path, tests: Sequence[str]) -> int:
 
     sys.meta_path.insert(0, Changed(name, tree, path))
     silent = io.StringIO()
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+    preloaded = "ignore::pytest.PytestAssertRewriteWarning"
+    options = ["-x", "-q", "-W", preloaded, "-p", "no:cacheprovider", "-o", "addopts="]
     try:
         with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
             status = pytest.main([*options, "-o", "timeout=0", *tests])

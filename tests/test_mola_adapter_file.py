@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mola.allocation import MAX_EXPERTS
@@ -131,6 +131,47 @@ def test_a_broken_configuration_is_one_clear_error(
     (saved / "adapter_config.json").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_mola_model(tiny_model, saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.int(), "holds torch.int32, not floating-point numbers"),
+        (lambda w: w.to(torch.complex64), "holds torch.complex64, not floating-point numbers"),
+        (lambda w: w * float("nan"), "holds numbers that are not finite"),
+        (lambda w: torch.zeros(()), "has 0 rows, not those of 1 experts"),
+    ],
+)
+def test_weights_of_a_wrong_kind_are_refused(
+    tiny_model: PreTrainedModel, saved: Path, change: Any, message: str
+) -> None:
+    path = saved / "adapter_model.safetensors"
+    weights = load_file(path)
+    first = next(key for key in sorted(weights) if "lora_A" in key)
+    save_file({**weights, first: change(weights[first]).contiguous()}, path)
+    with pytest.raises(ValueError, match=message):
+        load_mola_model(tiny_model, saved)
+
+
+def test_a_configuration_that_points_elsewhere_reads_nothing_there(
+    tiny_model: PreTrainedModel, saved: Path
+) -> None:
+    for place in ("/etc/passwd", "../../../etc", "file:///etc/passwd"):
+        edit(saved, base_model_name_or_path=place)
+        detach(load_mola_model(tiny_model, saved))
+
+
+def test_an_adapter_is_not_written_through_a_link(
+    tiny_model: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (saved / "adapter_config.json").unlink()
+    (saved / "adapter_config.json").symlink_to(victim)
+    model = get_mola_model(tiny_model, MolaConfig(experts=(1, 1, 1, 1), r=2))
+    model.save_pretrained(saved)
+    assert victim.read_text() == "mine"
+    assert not (saved / "adapter_config.json").is_symlink()
 
 
 def test_weights_that_the_adapter_lacks_or_has_not_are_named(

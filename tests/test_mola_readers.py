@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable
@@ -101,6 +102,17 @@ def file(path: Path, content: str | bytes) -> None:
         ("train.jsonl", f'{{"a": {"9" * 5000}}}', "train.jsonl:1: unreadable JSON"),
         ("train.jsonl", GOOD + '"text"\n', "train.jsonl:2: expected an object"),
         ("train.jsonl", GOOD.encode() * 2 + b'{"\xe9', "train.jsonl:3: not UTF-8"),
+        ("train.jsonl", GOOD.encode("utf-16"), "train.jsonl: it is UTF-16, not UTF-8"),
+        ("train.jsonl", GOOD.encode("utf-16-le"), "train.jsonl:1: malformed JSON"),
+        (
+            "train.jsonl",
+            GOOD + '{"output": "a", "output": "b"}\n',
+            "2: unreadable JSON ('output' is",
+        ),
+        ("train.json", '[{"output": "a", "output": "b"}]', "1: unreadable JSON ('output' is there"),
+        ("train.jsonl", GOOD + GOOD.replace("i", "\\u0000", 1), "2: column 'instruction' is"),
+        ("train.csv", "instruction,output\n\0,b\n", "instruction holds a NUL character"),
+        ("train.jsonl", GOOD + f'"{"x" * 10_000_000}"\n', "train.jsonl:2: expected an object"),
         ("train.jsonl", "", "train.jsonl: no rows"),
         ("train.jsonl", "\n \n", "train.jsonl: no rows"),
         ("train.json", "[]", "train.json: no rows"),
@@ -134,6 +146,15 @@ def test_a_broken_file_is_named_with_its_line(
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load_splits(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    long = "x" * 200_000  # the module's own limit is 131072
+    file(tmp_path / "train.csv", f"instruction,output\n{long},b\n")
+    file(tmp_path / "validation.jsonl", GOOD)
+    limit = csv.field_size_limit()
+    assert load_splits(str(tmp_path))["train"][0]["instruction"] == long
+    assert csv.field_size_limit() == limit
 
 
 def test_a_parquet_row_is_named_by_its_number(tmp_path: Path) -> None:

@@ -120,6 +120,22 @@ def test_prompts_of_validation_that_are_in_train_are_counted(tmp_path: Path) -> 
         load_splits(str(tmp_path))
 
 
+@pytest.mark.parametrize("odd", ["a\x07b", "a\x1b[2Jb", "a\ufffdb", "a\x9fb"])
+@pytest.mark.parametrize("column", ["instruction", "output"])
+def test_rows_with_control_characters_are_counted(tmp_path: Path, odd: str, column: str) -> None:
+    rows = [PLAIN, {**PLAIN, column: odd}, {**PLAIN, "instruction": "a\tb\r\nc\u2028"}]
+    data = write(tmp_path, train=rows, validation=[PLAIN])
+    with pytest.warns(UserWarning, match="1 of 3 train rows hold control characters"):
+        loaded = load_splits(data)
+    assert odd in loaded["train"][1][column]
+
+
+def test_a_row_with_a_nul_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path, train=[PLAIN, {**PLAIN, "output": "a\0"}], validation=[PLAIN])
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: output holds a NUL character"):
+        load_splits(data)
+
+
 def test_other_columns_are_ignored(tmp_path: Path) -> None:
     loaded = load_splits(write(tmp_path, train=[{**PLAIN, "id": 4}], validation=[PLAIN]))
     assert loaded["train"].column_names == ["instruction", "input", "output"]

@@ -174,6 +174,9 @@ Q = "1.self_attn.q_proj"
         ({"7.mlp.up_proj.router.router.weight": torch.zeros(1, 16),
           "7.mlp.up_proj.lora_A_0.weight": torch.zeros(2, 16),
           "7.mlp.up_proj.lora_B_0.weight": torch.zeros(32, 2)}, "layer 4 has no experts"),
+        ({f"{Q}.lora_A_0.weight": torch.zeros(2, 8)}, "q_proj has experts of different widths"),
+        ({f"{Q}.lora_B_0.weight": torch.zeros(8, 2)}, "q_proj has experts of different widths"),
+        ({"99999999999.mlp.up_proj.lora_A_0.weight": torch.zeros(2, 16)}, "is no weight of an exp"),
         ({f"{Q}.router.router.weight": torch.zeros(1, 16), f"{Q}.lora_A_1.weight": None,
           f"{Q}.lora_B_1.weight": None}, "experts, other modules of its layer have not"),
     ],
@@ -222,6 +225,25 @@ def test_code_in_a_checkpoint_does_not_run(
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": [1, 2]}, "adapter_config.json has 2 layers"),
+        ({"experts": [3, 3, 3, 3]}, "has no 3 experts of rank 2"),
+    ],
+)
+def test_an_adapter_of_ours_that_contradicts_itself_is_not_converted(
+    tiny_model: PreTrainedModel, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = MolaConfig(experts=EXPERTS, r=2, target_modules=TARGETS)
+    get_mola_model(tiny_model, config).save_pretrained(tmp_path / "ours")
+    path = tmp_path / "ours" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_a_mistake_on_the_command_line_is_one_line_and_status_2(
     tiny_model: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +256,8 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_2(
         ([str(tmp_path / "absent"), new], "no readable adapter configuration"),
         ([str(tmp_path / "ours"), new], "has no layers without experts"),
         ([str(tmp_path / "ours"), str(tmp_path / "full")], "it exists already; name a new folder"),
+        ([str(tmp_path / "ours"), new, "--top-k", "many"], "invalid int value: 'many'"),
+        ([str(tmp_path / "ours")], "the following arguments are required: target"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,44 @@ def test_a_killed_worker_fails_its_trial_and_is_replaced_while_the_other_goes_on
     assert {number for number, _ in next_events(pool)} == {7}
     pool.stop(7)
     assert capfd.readouterr() == ("", ""), "Ray's own chatter stays out of the terminal"
+
+
+def listening(ancestor: int) -> set[str]:
+    """The addresses on which a process and its descendants listen, from Linux's tables."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A":
+                sockets[f"socket:[{rest[5]}]"] = local.split(":")[0]
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+    found = set()
+    for pid in parents:
+        line = [pid]
+        while line[-1] in parents:
+            line.append(parents[line[-1]])
+        if ancestor in line:
+            for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+                with suppress(OSError):
+                    found.add(sockets.get(str(descriptor.readlink()), ""))
+    return found - {""}
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux's tables of sockets")
+def test_ray_listens_on_the_loopback_address_alone(pool: RayPool) -> None:
+    with socket.socket() as everywhere:
+        everywhere.bind(("0.0.0.0", 0))  # noqa: S104
+        everywhere.listen()
+        assert listening(os.getpid()) - LOOPBACK == {"00000000"}, "the test sees what listens"
+    found = listening(os.getpid())
+    assert found, "Ray listens"
+    assert found <= LOOPBACK
 
 
 def test_an_exception_in_a_trial_is_a_reason_in_one_line(pool: RayPool) -> None:
