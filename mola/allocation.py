@@ -43,7 +43,9 @@ class Allocation:
                 f"experts must be a sequence of integers, not the text {experts!r}; "
                 "use Allocation.parse for text"
             )
-        counts = tuple(_count(f"experts of layer {i}", n) for i, n in enumerate(experts))
+        counts = tuple(experts)
+        if set(map(type, counts)) != {int} or min(counts) < 0:
+            counts = tuple(_count(f"experts of layer {i}", n) for i, n in enumerate(counts))
         if not counts:
             raise ValueError("an allocation needs at least one layer, but experts is empty")
         object.__setattr__(self, "experts", counts)
@@ -162,10 +164,8 @@ class ExpertBudget:
             isinstance(allocation, Allocation)
             and allocation.num_layers == self.num_layers
             and allocation.total == self.total
-            and all(
-                a <= n <= b
-                for a, n, b in zip(self.lows, allocation.experts, self.highs, strict=True)
-            )
+            and all(map(operator.le, self.lows, allocation.experts))
+            and all(map(operator.le, allocation.experts, self.highs))
         )
 
     def size(self) -> int:

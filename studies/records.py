@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import optuna
 from optuna.trial import FrozenTrial
@@ -13,6 +15,7 @@ from optuna.trial import FrozenTrial
 from mola.allocation import Allocation
 from studies.encoding import param_names, to_params
 from studies.files import write_text_atomic
+from studies.once import OncePerTrial
 from studies.spec import StudySpec
 
 SEARCH = "search"  # label of a trial that the sampler proposed
@@ -72,7 +75,7 @@ class TrialRecord:
     retry_of: int | None
     train_seconds: float | None = None
     eval_seconds: float | None = None
-    routing: dict[str, Any] = field(default_factory=dict)
+    routing: Mapping[str, Any] = field(default_factory=dict)
     began: datetime | None = None
     ended: datetime | None = None
 
@@ -110,10 +113,8 @@ def records(study: optuna.Study) -> list[TrialRecord]:
     A trial whose driver was killed while the proposal was being written has no allocation, and
     is left out.
     """
-    spec = study_spec(study)
-    names = param_names(spec.num_layers)
     all_trials = study.get_trials(deepcopy=False)
-    return [record for t in all_trials if (record := _record(t, names, spec.seed)) is not None]
+    return [record for record in _reader(study)(all_trials) if record is not None]
 
 
 def write_trials_csv(study: optuna.Study, path: Path) -> None:
@@ -134,6 +135,19 @@ def write_trials_csv(study: optuna.Study, path: Path) -> None:
     table = pd.DataFrame(rows, columns=None if rows else columns)
     text: str = table.astype(whole).to_csv(index=False, lineterminator="\n")
     write_text_atomic(path, text)
+
+
+_readers: WeakKeyDictionary[optuna.Study, OncePerTrial[TrialRecord | None]] = WeakKeyDictionary()
+
+
+def _reader(study: optuna.Study) -> OncePerTrial[TrialRecord | None]:
+    """Give what makes records of a study's trials; it remembers those that it has made."""
+    reader = _readers.get(study)
+    if reader is None:
+        spec = study_spec(study)
+        names, seed = param_names(spec.num_layers), spec.seed
+        reader = _readers[study] = OncePerTrial(lambda trial: _record(trial, names, seed))
+    return reader
 
 
 def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | None:
@@ -165,7 +179,9 @@ def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | No
 
 def _allocation(trial: FrozenTrial, names: list[str]) -> Allocation | None:
     """Read a trial's allocation, from where an enqueued trial keeps it until it is asked for."""
-    params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    params: Mapping[str, int] = trial.params
+    if len(params) < len(names):
+        params = {**trial.system_attrs.get("fixed_params", {}), **params}
     try:
         return Allocation([params[name] for name in names])
     except KeyError:

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from optuna.study import Study, StudyDirection
@@ -17,10 +18,12 @@ from optuna.trial import FrozenTrial, TrialState
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler.moves import Floats, Ints
 from search.sampler.observations import Observations
-from studies.encoding import distributions, from_params
+from studies.encoding import distributions, from_params, param_names
+from studies.once import OncePerTrial
 
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
-_MOST = 1000  # observations that are looked at; keeps time and memory flat
+_MOST = 500  # observations that are all looked at
+_BEST, _LATEST, _EVENLY = 200, 100, 100  # of more: so many; keeps time and memory flat
 _FEWEST_PAIRS = 3  # full trials with a rung, before a regression on that rung is trusted
 
 
@@ -56,17 +59,36 @@ def fixed_layers(trial: FrozenTrial, budget: ExpertBudget) -> dict[str, int]:
 
 def allocation_of(trial: FrozenTrial, budget: ExpertBudget) -> Allocation | None:
     """Find the allocation of a trial, None while it has none or if it is not in the budget."""
-    names = distributions(budget)
-    known: dict[str, int] = {name: d.low for name, d in names.items() if d.single()}
-    known.update(fixed_layers(trial, budget))
-    known.update({name: n for name, n in trial.params.items() if name in names})
-    if PROPOSAL_ATTR in trial.system_attrs:
+    params, names = trial.params, _names(budget.num_layers)
+    if len(params) >= len(names) and all(map(params.__contains__, names)):
+        allocation = Allocation([params[name] for name in names])
+    elif PROPOSAL_ATTR in trial.system_attrs:
         allocation = Allocation.parse(trial.system_attrs[PROPOSAL_ATTR])
-    elif len(known) == len(names):
-        allocation = from_params(known)
     else:
-        return None
+        known: dict[str, int] = {n: d.low for n, d in distributions(budget).items() if d.single()}
+        known.update(fixed_layers(trial, budget))
+        known.update({name: n for name, n in params.items() if name in names})
+        if len(known) < len(names):
+            return None
+        allocation = from_params(known)
     return allocation if allocation in budget else None
+
+
+@lru_cache(maxsize=4)
+def _names(num_layers: int) -> list[str]:
+    return param_names(num_layers)
+
+
+@lru_cache(maxsize=4)
+def _allocations(budget: ExpertBudget) -> OncePerTrial[Allocation | None]:
+    """Give what finds the allocations of trials; it remembers those that it has found."""
+    return OncePerTrial(lambda trial: allocation_of(trial, budget))
+
+
+def all_in(taken: Collection[Allocation], budget: ExpertBudget) -> bool:
+    """Say whether every allocation of a budget is among those taken."""
+    size = budget.size()
+    return len(taken) >= size and sum(allocation in budget for allocation in taken) >= size
 
 
 def read_history(
@@ -87,8 +109,8 @@ def read_history(
     full: list[tuple[FrozenTrial, Allocation]] = []
     cut: list[tuple[FrozenTrial, Allocation]] = []
     pending, taken, failed = [], set(), set()
-    for trial in trials:
-        allocation = allocation_of(trial, budget)
+    trials = list(trials)
+    for trial, allocation in zip(trials, _allocations(budget)(trials), strict=True):
         if allocation is None:
             continue
         taken.add(allocation)
@@ -101,11 +123,12 @@ def read_history(
         else:
             failed.add(allocation)
     measured = [(t, a, sign * t.values[0], 0.0) for t, a in full]
+    predict = _Predictor([t for t, _ in full], sign)
     for trial, allocation in cut:
-        guess = _predict(trial, [t for t, _ in full], sign)
+        guess = predict(trial)
         if guess is not None:
             measured.append((trial, allocation, *guess))
-    measured = _latest_and_best(measured)
+    measured = _some(measured)
     values, doubt = _without_extremes(np.array([value for _, _, value, _ in measured]))
     return History(
         observations=Observations(
@@ -121,40 +144,73 @@ def read_history(
     )
 
 
-def _predict(
-    trial: FrozenTrial, full: Sequence[FrozenTrial], sign: float
-) -> tuple[float, float] | None:
-    """Predict a pruned trial's final value and its variance from its last finite rung.
+@dataclass(frozen=True)
+class _Regression:
+    """A straight line from the objective at a rung, around its mean, to the one at the end."""
+
+    count: int
+    mean_at_rung: float
+    mean_at_end: float
+    power: float
+    slope: float
+    variance: float
+
+
+class _Predictor:
+    """Predicts final values of pruned trials from their last finite rungs.
 
     The full trials that passed the same rung give the regression.
     """
-    rungs = {s: v for s, v in trial.intermediate_values.items() if math.isfinite(v)}
-    if not rungs:
-        return None
-    step = max(rungs)
-    passed = [t for t in full if math.isfinite(t.intermediate_values.get(step, math.nan))]
-    if len(passed) < _FEWEST_PAIRS:
-        return None
-    at_rung = sign * np.array([t.intermediate_values[step] for t in passed])
-    at_end = sign * np.array([t.values[0] for t in passed])
-    centred = at_rung - at_rung.mean()
-    power = float(centred @ centred)
-    slope = float(centred @ at_end) / power if power > 0 else 0.0
-    errors = at_end - at_end.mean() - slope * centred
-    variance = float(errors @ errors) / (len(passed) - 2)
-    away = sign * rungs[step] - float(at_rung.mean())
-    leverage = 1 / len(passed) + (away**2 / power if power > 0 else 0.0)
-    return float(at_end.mean()) + slope * away, variance * (1 + leverage)
+
+    def __init__(self, full: Sequence[FrozenTrial], sign: float) -> None:
+        self._full = full
+        self._sign = sign
+        self._by_step: dict[int, _Regression | None] = {}
+
+    def __call__(self, trial: FrozenTrial) -> tuple[float, float] | None:
+        """Give a trial's final value and the variance of the prediction, None if unknown."""
+        rungs = {s: v for s, v in trial.intermediate_values.items() if math.isfinite(v)}
+        if not rungs:
+            return None
+        step = max(rungs)
+        if step not in self._by_step:
+            self._by_step[step] = self._regress(step)
+        line = self._by_step[step]
+        if line is None:
+            return None
+        away = self._sign * rungs[step] - line.mean_at_rung
+        leverage = 1 / line.count + (away**2 / line.power if line.power > 0 else 0.0)
+        return line.mean_at_end + line.slope * away, line.variance * (1 + leverage)
+
+    def _regress(self, step: int) -> _Regression | None:
+        passed = [t for t in self._full if math.isfinite(t.intermediate_values.get(step, math.nan))]
+        if len(passed) < _FEWEST_PAIRS:
+            return None
+        at_rung = self._sign * np.array([t.intermediate_values[step] for t in passed])
+        at_end = self._sign * np.array([t.values[0] for t in passed])
+        centred = at_rung - at_rung.mean()
+        power = float(centred @ centred)
+        slope = float(centred @ at_end) / power if power > 0 else 0.0
+        errors = at_end - at_end.mean() - slope * centred
+        variance = float(errors @ errors) / (len(passed) - 2)
+        means = float(at_rung.mean()), float(at_end.mean())
+        return _Regression(len(passed), *means, power, slope, variance)
 
 
-def _latest_and_best(
+def _some(
     measured: list[tuple[FrozenTrial, Allocation, float, float]],
 ) -> list[tuple[FrozenTrial, Allocation, float, float]]:
-    """Keep the better half and the latest of a very long history, in the trials' order."""
+    """Keep a part of a very long history, in the trials' order.
+
+    The best tell where to go on, the latest what was just learnt, and the others, evenly over their
+    values, how the landscape falls off; early contrasts are among them.
+    """
     if len(measured) > _MOST:
         ranked = sorted(measured, key=lambda row: row[2])
-        rest = sorted(ranked[_MOST // 2 :], key=lambda row: row[0].number)
-        measured = ranked[: _MOST // 2] + rest[-(_MOST - _MOST // 2) :]
+        rest = sorted(ranked[_BEST:], key=lambda row: row[0].number)
+        older = sorted(rest[:-_LATEST], key=lambda row: row[2])
+        evenly = np.linspace(0, len(older) - 1, _EVENLY).astype(int)
+        measured = [*ranked[:_BEST], *rest[-_LATEST:], *(older[i] for i in evenly)]
     return sorted(measured, key=lambda row: row[0].number)
 
 
