@@ -45,9 +45,12 @@ class Allocation:
                 f"experts must be a sequence of integers, not the text {experts!r:.80}; "
                 "use Allocation.parse for text"
             )
-        counts = tuple(
-            _count(f"experts of layer {i}", n, MAX_EXPERTS) for i, n in enumerate(experts)
-        )
+        counts = tuple(experts)
+        plain = set(map(type, counts)) == {int}
+        if not plain or min(counts) < 0 or max(counts) > MAX_EXPERTS:
+            counts = tuple(
+                _count(f"experts of layer {i}", n, MAX_EXPERTS) for i, n in enumerate(counts)
+            )
         if not counts:
             raise ValueError("an allocation needs at least one layer, but experts is empty")
         object.__setattr__(self, "experts", counts)
@@ -175,10 +178,8 @@ class ExpertBudget:
             isinstance(allocation, Allocation)
             and allocation.num_layers == self.num_layers
             and allocation.total == self.total
-            and all(
-                a <= n <= b
-                for a, n, b in zip(self.lows, allocation.experts, self.highs, strict=True)
-            )
+            and all(map(operator.le, self.lows, allocation.experts))
+            and all(map(operator.le, allocation.experts, self.highs))
         )
 
     def size(self) -> int:

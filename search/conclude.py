@@ -101,9 +101,10 @@ def conclude(
     fresh = fresh if confirmed else ()
     dropped = _dropped(values, confirmed, (spec.seed, *fresh)) if fresh else {}
     uniform = named("5555", spec.budget)
-    table = [_row(a, records, spec, (spec.seed, *fresh)) for a in field]
+    sums = _Rows(records, spec)
+    table = [sums.row(a, (spec.seed, *fresh)) for a in field]
     table.sort(key=lambda row: (row["mean"], row["experts"]))
-    table += [_row(a, records, spec, seeds, dropped=True) for a, seeds in dropped.items()]
+    table += [sums.row(a, seeds, dropped=True) for a, seeds in dropped.items()]
     others = max(1, len(table) - 1)  # any of them might have won
     differences = _differences(field, uniform, fresh, others)
     for allocation, seeds in dropped.items():
@@ -164,34 +165,38 @@ def _differences(
     }
 
 
-def _row(
-    allocation: Allocation,
-    records: Sequence[TrialRecord],
-    spec: StudySpec,
-    seeds: Sequence[int],
-    *,
-    dropped: bool = False,
-) -> dict[str, Any]:
-    """Sum up an allocation's trials on the seeds, each of which it finished on."""
-    trials: dict[int, TrialRecord] = {}
-    for record in records:
-        if record.state == "COMPLETE" and record.allocation == allocation:
-            trials.setdefault(record.seed, record)
-    objectives = [_measured(trials[seed].objective) for seed in seeds]
-    several = len(seeds) > 1
-    return {
-        "experts": list(allocation.experts),
-        "names": [
-            *named_allocations(spec.budget).get(allocation, ()),
-            *(name for a, name in _priors(records).items() if a == allocation),
-        ],
-        "trial": trials[spec.seed].number,
-        "mean": fmean(objectives),
-        "standard_error": stdev(objectives) / math.sqrt(len(seeds)) if several else None,
-        "seeds": len(seeds),
-        "dropped": dropped,
-        "accuracy": fmean(_measured(trials[seed].accuracy) for seed in seeds),
-    }
+class _Rows:
+    """Sums up the trials of an allocation; the study is looked through once."""
+
+    def __init__(self, records: Sequence[TrialRecord], spec: StudySpec) -> None:
+        self._seed = spec.seed
+        self._names: dict[Allocation, list[str]] = {
+            a: list(names) for a, names in named_allocations(spec.budget).items()
+        }
+        for allocation, name in _priors(records).items():
+            self._names.setdefault(allocation, []).append(name)
+        self._trials: dict[Allocation, dict[int, TrialRecord]] = defaultdict(dict)
+        for record in records:
+            if record.state == "COMPLETE":
+                self._trials[record.allocation].setdefault(record.seed, record)
+
+    def row(
+        self, allocation: Allocation, seeds: Sequence[int], *, dropped: bool = False
+    ) -> dict[str, Any]:
+        """Sum up an allocation's trials on the seeds, each of which it finished on."""
+        trials = self._trials[allocation]
+        objectives = [_measured(trials[seed].objective) for seed in seeds]
+        several = len(seeds) > 1
+        return {
+            "experts": list(allocation.experts),
+            "names": self._names.get(allocation, []),
+            "trial": trials[self._seed].number,
+            "mean": fmean(objectives),
+            "standard_error": stdev(objectives) / math.sqrt(len(seeds)) if several else None,
+            "seeds": len(seeds),
+            "dropped": dropped,
+            "accuracy": fmean(_measured(trials[seed].accuracy) for seed in seeds),
+        }
 
 
 def _verdict(

@@ -214,7 +214,7 @@ class Driver:
         under_way = [(run.label, run.job.allocation) for run in self._running.values()]
         under_way += [(record.label, record.allocation) for record in waiting]
         taken = {allocation for label, allocation in under_way if label != store.REPLICATE}
-        return self.goal - len(self._done | taken)
+        return self.goal - len(self._done) - len(taken - self._done)
 
     def _nothing_to_gain(self) -> bool:
         """Judge, once per measured allocation, whether to stop early."""
@@ -252,11 +252,14 @@ class Driver:
         while pool is not None and (self._running or self._due(propose)):
             if self.stop_requested():
                 raise StopRequestedError("stopped by the user")
-            while pool.idle and self._due(propose):
-                self._start_next(pool)
-            for number, event in pool.poll(POLL_SECONDS):
-                self._handle(pool, number, event)
-            self._end_overdue(pool)
+            with store.at_once(self.study):
+                while pool.idle and self._due(propose):
+                    self._start_next(pool)
+            events = pool.poll(POLL_SECONDS)
+            with store.at_once(self.study):
+                for number, event in events:
+                    self._handle(pool, number, event)
+                self._end_overdue(pool)
 
     def _end_overdue(self, pool: Pool) -> None:
         """Give up the trials whose workers hang."""
@@ -270,9 +273,8 @@ class Driver:
     def _start_next(self, pool: Pool) -> None:
         """Ask for a trial, check it, give it to a worker, and only then write its parameters.
 
-        Each parameter is a transaction of its own in Optuna's storages, so that writing all of
-        them takes as long as some training steps. If the driver is killed in between, an enqueued
-        allocation is still in the queue's record, and a proposal was not worth keeping.
+        Writing waits for the disk, and a worker should not. If the driver is killed in between, an
+        enqueued allocation is still in the queue's record, and a proposal was not worth keeping.
         """
         enqueued = {record.number: record.allocation for record in self._waiting()}
         trial = self.study.ask()

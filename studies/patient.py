@@ -103,17 +103,17 @@ class PatientStorage(RDBStorage):
                 return True
             return RDBStorage.set_trial_state_values(self, trial_id, state, values)
 
-        return self._patiently(once)
+        return self.patiently(once)
 
     def _create_new_trial(
         self, study_id: int, template_trial: FrozenTrial | None = None
     ) -> FrozenTrial:
         """Create a trial, once, even if a server was lost between doing it and saying so."""
         if self._path is not None:  # SQLite's failures are never successes
-            return self._patiently(
+            return self.patiently(
                 lambda: RDBStorage._create_new_trial(self, study_id, template_trial)
             )
-        newest = self._patiently(lambda: self._newest_trial_id(study_id))
+        newest = self.patiently(lambda: self._newest_trial_id(study_id))
         tries = count()
 
         def once() -> FrozenTrial:
@@ -122,7 +122,7 @@ class PatientStorage(RDBStorage):
                 return RDBStorage.get_trial(self, now)
             return RDBStorage._create_new_trial(self, study_id, template_trial)
 
-        return self._patiently(once)
+        return self.patiently(once)
 
     def _newest_trial_id(self, study_id: int) -> int:
         """Read the largest id of a study's trials, which grow; -1 without any."""
@@ -131,8 +131,11 @@ class PatientStorage(RDBStorage):
             found: int | None = newest.filter(models.TrialModel.study_id == study_id).scalar()
         return -1 if found is None else found
 
-    def _patiently(self, operation: Callable[[], Result]) -> Result:
+    def patiently(self, operation: Callable[[], Result]) -> Result:
         """Do an operation, again and again while trouble lasts that may pass.
+
+        Args:
+            operation: One transaction, that leaves nothing behind when it fails.
 
         Raises:
             StoreError: It does not pass, or nobody waits for it.
@@ -212,7 +215,7 @@ def _patient(name: str) -> Callable[..., Any]:
     operation = getattr(RDBStorage, name)
 
     def patient(self: PatientStorage, *args: Any, **kwargs: Any) -> Any:
-        return self._patiently(lambda: operation(self, *args, **kwargs))
+        return self.patiently(lambda: operation(self, *args, **kwargs))
 
     return patient
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -14,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mola.allocation import Allocation
 from studies.encoding import param_names, to_params
 from studies.files import write_text_atomic
+from studies.once import OncePerTrial
 from studies.shape import Check, each, experts, number, optional, require, text, whole
 from studies.spec import StudySpec
 from studies.strict import shown
@@ -106,7 +109,7 @@ class TrialRecord:
     retry_of: int | None
     train_seconds: float | None = None
     eval_seconds: float | None = None
-    routing: dict[str, Any] = field(default_factory=dict)
+    routing: Mapping[str, Any] = field(default_factory=dict)
     began: datetime | None = None
     ended: datetime | None = None
 
@@ -167,11 +170,9 @@ def records(study: optuna.Study) -> list[TrialRecord]:
     Raises:
         ValueError: Another program wrote the study or one of its trials.
     """
-    spec = study_spec(study)
-    names = param_names(spec.num_layers)
     all_trials = study.get_trials(deepcopy=False)
     try:
-        return [record for t in all_trials if (record := _record(t, names, spec.seed)) is not None]
+        return [record for record in _reader(study)(all_trials) if record is not None]
     except ValueError as error:
         raise ValueError(f"the study {study.study_name!r}: {error}") from None
 
@@ -194,6 +195,19 @@ def write_trials_csv(study: optuna.Study, path: Path) -> None:
     table = pd.DataFrame(rows, columns=None if rows else columns)
     text: str = table.astype(whole).to_csv(index=False, lineterminator="\n")
     write_text_atomic(path, text)
+
+
+_readers: WeakKeyDictionary[optuna.Study, OncePerTrial[TrialRecord | None]] = WeakKeyDictionary()
+
+
+def _reader(study: optuna.Study) -> OncePerTrial[TrialRecord | None]:
+    """Give what makes records of a study's trials; it remembers those that it has made."""
+    reader = _readers.get(study)
+    if reader is None:
+        spec = study_spec(study)
+        names, seed = param_names(spec.num_layers), spec.seed
+        reader = _readers[study] = OncePerTrial(lambda trial: _record(trial, names, seed))
+    return reader
 
 
 def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | None:
@@ -240,7 +254,9 @@ def _check(trial: FrozenTrial) -> None:
 
 def _allocation(trial: FrozenTrial, names: list[str]) -> Allocation | None:
     """Read a trial's allocation, from where an enqueued trial keeps it until it is asked for."""
-    params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    params: Mapping[str, int] = trial.params
+    if len(params) < len(names):
+        params = {**trial.system_attrs.get("fixed_params", {}), **params}
     try:
         return Allocation([params[name] for name in names])
     except KeyError:

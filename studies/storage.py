@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import quote
 
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -88,7 +87,7 @@ def mask(url: str) -> str:
     return parsed.render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
-def connect(url: str, *, create: bool, on_trouble: OnTrouble | None = None) -> RDBStorage:
+def connect(url: str, *, create: bool, on_trouble: OnTrouble | None = None) -> PatientStorage:
     """Open a storage.
 
     SQLite keeps its rollback journal rather than a write-ahead log: a study is then one file that

@@ -7,7 +7,8 @@ trial that runs again, never a finished one that lacks its seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 from optuna_dashboard import save_note
+from optuna_dashboard._note import note_ver_key, split_body
 
 from mola.allocation import Allocation
 from mola.events import Finished
@@ -52,6 +54,7 @@ from studies.storage import (
     sqlite_path,
     sqlite_url,
 )
+from studies.trial_storage import TrialStorage
 
 __all__ = [
     "REPLICATE",
@@ -116,7 +119,7 @@ def open_study(
             be used. One line, without passwords.
     """
     check_study_name(name)
-    storage = connect(url, create=True, on_trouble=on_trouble)
+    storage = TrialStorage(connect(url, create=True, on_trouble=on_trouble))
     with one_line_errors(url):
         study = optuna.create_study(
             study_name=name,
@@ -143,7 +146,7 @@ def load_study(name: str, url: str) -> optuna.Study:
     path = sqlite_path(url)
     if path is not None and not path.exists():
         raise ValueError(f"there is no study {name!r}: {path} does not exist{_others(path)}")
-    storage = connect(url, create=False)
+    storage = TrialStorage(connect(url, create=False))
     with one_line_errors(url):
         names = sorted(optuna.get_all_study_names(storage))
         if name not in names:
@@ -181,6 +184,14 @@ def enqueue(study: optuna.Study, allocation: Allocation, *, label: str, seed: in
     return True
 
 
+@contextmanager
+def at_once(study: optuna.Study) -> Iterator[None]:
+    """Write what is written to a study within in one transaction, where the storage can."""
+    storage = study._storage
+    with storage.at_once() if isinstance(storage, TrialStorage) else nullcontext():
+        yield
+
+
 def mark(trial: optuna.Trial, *, label: str, seed: int) -> None:
     """Record why a fresh trial runs and on which seed; an enqueued one knows both already."""
     for key, value in ((LABEL_ATTR, label), (SEED_ATTR, seed)):
@@ -199,22 +210,24 @@ def complete(study: optuna.Study, trial: optuna.Trial, event: Finished) -> None:
             f"trial {trial.number} cannot be complete with objective {event.objective} and "
             f"accuracy {event.accuracy}; fail it"
         )
-    for key in RESULT_ATTRS:
-        trial.set_user_attr(key, getattr(event, key))
-    study.tell(trial, event.objective)
-    _note(
-        trial,
-        from_params(trial.params),
-        f"{event.objective:.4f}, standard error {event.standard_error:.4f} over the rows, "
-        f"accuracy {event.accuracy:.1%}, {event.train_seconds:.0f} s of training and "
-        f"{event.eval_seconds:.0f} s of evaluation",
-    )
+    with at_once(study):
+        for key in RESULT_ATTRS:
+            trial.set_user_attr(key, getattr(event, key))
+        study.tell(trial, event.objective)
+        _note(
+            trial,
+            from_params(trial.params),
+            f"{event.objective:.4f}, standard error {event.standard_error:.4f} over the rows, "
+            f"accuracy {event.accuracy:.1%}, {event.train_seconds:.0f} s of training and "
+            f"{event.eval_seconds:.0f} s of evaluation",
+        )
 
 
 def prune(study: optuna.Study, trial: optuna.Trial) -> None:
     """End a trial that is not worth its further steps; its value is that of its last rung."""
-    study.tell(trial, state=TrialState.PRUNED)
-    _note(trial, from_params(trial.params), "pruned: worse than the others at a rung")
+    with at_once(study):
+        study.tell(trial, state=TrialState.PRUNED)
+        _note(trial, from_params(trial.params), "pruned: worse than the others at a rung")
 
 
 def fail(
@@ -269,10 +282,15 @@ def reconcile(study: optuna.Study) -> int:
 
 
 def _note(trial: optuna.Trial, allocation: Allocation, result: str) -> None:
-    """Write a trial's note for the dashboard; nothing else reads it."""
-    attrs = trial.user_attrs
+    """Write a trial's note for the dashboard; nothing else reads it.
+
+    The dashboard's own function reads the notes of all trials to write one.
+    """
+    attrs = trial.study._storage.get_trial(trial._trial_id).user_attrs  # `trial` would copy them
     label, seed = attrs.get(LABEL_ATTR, SEARCH), attrs.get(SEED_ATTR, "that of the study")
-    save_note(trial, trial_note(allocation, label, seed, result))
+    note = split_body(trial_note(allocation, label, seed, result), trial._trial_id)
+    for key, text in {note_ver_key(trial._trial_id): 1, **note}.items():
+        trial.study._storage.set_study_system_attr(trial.study._study_id, key, text)
 
 
 def _check_same(study: optuna.Study, spec: StudySpec, url: str) -> None:

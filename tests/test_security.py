@@ -14,7 +14,6 @@ from typing import Any
 import optuna
 import pytest
 from click.testing import CliRunner
-from optuna.storages import RDBStorage
 from optuna.trial import create_trial
 from pretend_pool import PretendPool, no_waiting_for_the_disk
 from pretend_study import SPEC, run_one, searched_study
@@ -33,6 +32,7 @@ from search.sampler import make_sampler
 from search.sampler.cma import read_state
 from studies.encoding import distributions
 from studies.note import study_note
+from studies.patient import PatientStorage
 from studies.provenance import note_run
 from studies.records import SPEC_ATTR
 
@@ -195,9 +195,11 @@ def test_a_password_is_in_no_file_and_no_output(
     """The server is an SQLite file, which stands for any database."""
     monkeypatch.chdir(tmp_path)
     server = tmp_path / "server.db"
-    monkeypatch.setattr(
-        studies.storage, "RDBStorage", lambda url, engine_kwargs: RDBStorage(f"sqlite:///{server}")
-    )
+
+    def pretend(url: str, **others: Any) -> PatientStorage:
+        return PatientStorage(f"sqlite:///{server}", **{**others, "engine_kwargs": {}})
+
+    monkeypatch.setattr(studies.storage, "PatientStorage", pretend)
     monkeypatch.setattr(search.job, "_open_pool", lambda *_: PretendPool())
     report = importlib.import_module("search.report.__main__")
     place = ["--study", "mine", "--storage", url]

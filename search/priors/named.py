@@ -7,12 +7,14 @@ triangle, diamond and hourglass, whose names changed meaning between the paper's
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 
 from mola.allocation import Allocation, ExpertBudget
 
 NAMES = ("5555", "2468", "2882", "8642", "8228")
 
 
+@lru_cache(maxsize=64)  # asked for again and again, with exact fractions per layer
 def named(name: str, budget: ExpertBudget) -> Allocation:
     """Scale a named shape to a budget's depth and total.
 

@@ -17,6 +17,7 @@ from search.report.marginal import worth_by_layer
 from search.report.plots import all_plots
 from search.report.sections import verdict
 from search.updates import Ended, Phase, Update
+from studies import store
 from studies.note import study_note
 
 PAUSE_SECONDS = 30.0
@@ -54,4 +55,5 @@ def refresh(study: optuna.Study) -> None:
     versions = findings.runs[-1].versions if findings.runs else {}
     save_note(study, study_note(findings.spec, verdict(findings), versions))
     for name, plot in all_plots(findings, worths).items():
-        save_plotly_graph_object(study, plot, graph_object_id=name)
+        with store.at_once(study):
+            save_plotly_graph_object(study, plot, graph_object_id=name)

@@ -18,6 +18,9 @@ from studies.records import REPLICATE, TrialRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST_CURVES = 400
+"""Learning curves in a figure; more are a blot, and take long to draw."""
+
 
 def progress(findings: Findings) -> str:
     """Draw the objective of each trial of the search, pruned ones marked, and the best so far."""
@@ -103,7 +106,7 @@ def accuracy(findings: Findings) -> str:
 
 def curves(findings: Findings) -> str:
     """Draw the objective by step, through the rungs to the end."""
-    own = [t for t in findings.trials if t.label != REPLICATE and t.rungs]
+    own = _some([t for t in findings.trials if t.label != REPLICATE and t.rungs], findings)
     if not own:
         return ""
     full = [t for t in own if t.state == "COMPLETE"]
@@ -149,6 +152,8 @@ def order(
         (axes,) = page.axes
         axes.plot(short, long, "o", color=OTHER, ms=4)
         for name, x, y in zip(names, short, long, strict=True):
+            if not name:
+                continue
             axes.annotate(name, (x, y), (4, 4), textcoords="offset points", color=MUTED)
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
@@ -192,6 +197,15 @@ def _upper_edge(values: Sequence[float]) -> float:
 
 def _own_seed(row: SeedDifferences) -> float:
     return math.nan if row.chosen_by is None else row.chosen_by
+
+
+def _some(trials: list[TrialRecord], findings: Findings) -> list[TrialRecord]:
+    """Keep the best, the named ones and, evenly, so many of the others as a figure has room for."""
+    if len(trials) <= MOST_CURVES:
+        return trials
+    step = math.ceil(len(trials) / MOST_CURVES)
+    marked = {trial.number for trial in _marked(findings, trials)}
+    return [t for place, t in enumerate(trials) if place % step == 0 or t.number in marked]
 
 
 def _marked(findings: Findings, trials: Sequence[TrialRecord]) -> list[TrialRecord]:

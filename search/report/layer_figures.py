@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from mola.allocation import Allocation
 from search.report.drawing import BAD, MUTED, OTHER, UNIFORM, WINNER, sheet, whole_numbers
 from search.report.findings import Findings
@@ -31,9 +33,8 @@ def allocations(findings: Findings) -> str:
         for place, (axes, row) in enumerate(zip(page.axes, rows, strict=False)):
             allocation = Allocation(row["experts"])
             name = findings.called(allocation, row["trial"])
-            axes.bar(
-                range(allocation.num_layers), allocation.experts, 0.8, color=_colour(name, place)
-            )
+            edges = np.arange(allocation.num_layers + 1) - 0.5
+            axes.stairs(allocation.experts, edges, fill=True, color=_colour(name, place))
             axes.set_title(
                 f"{f'{findings.first}: ' if place == 0 else ''}{name}, {row['mean']:.4f}"
             )
@@ -52,18 +53,18 @@ def routing(trial: TrialRecord | None) -> str:
     entropy = trial.routing.get("entropy", []) if trial is not None else []
     if trial is None or not any(value is not None for value in entropy):
         return ""
+    from matplotlib.collections import PolyCollection
+
     layers = range(len(entropy))
+    bars = _load_bars(trial.routing["load"])
     with sheet("routing", 3.6, rows=2, sharex=True) as page:
         load, sure = page.axes
-        for layer, shares in enumerate(trial.routing["load"]):
-            total = sum(shares) or 1.0
-            low = 0.0
-            for place, share in enumerate(shares):
-                # Darker first: the busiest expert lies at the bottom.
-                strength = max(0.15, 1 - 0.8 * place / max(1, len(shares) - 1))
-                height = 100 * share / total
-                load.bar(layer, height, 0.8, low, color=OTHER, alpha=strength)
-                low += height
+        for strength, rectangles in bars.items():
+            load.add_collection(
+                PolyCollection(rectangles, facecolor=OTHER, alpha=strength), autolim=False
+            )
+        load.set_ylim(0, 100)
+        load.set_xlim(-1, len(entropy))
         load.set_ylabel("share of the picks, %")
         shown = [math.nan if value is None else value for value in entropy]
         sure.plot(layers, shown, "o-", color=OTHER, ms=4)
@@ -72,6 +73,25 @@ def routing(trial: TrialRecord | None) -> str:
         sure.set_xlabel(DEPTH)
         whole_numbers(sure, x=True)
     return page.svg
+
+
+def _load_bars(load: Sequence[Sequence[float]]) -> dict[float, list[list[tuple[float, float]]]]:
+    """Stack each layer's shares of the picks to 100 %, as corners of rectangles by strength.
+
+    A shape per share would take seconds in a deep model.
+    """
+    bars: dict[float, list[list[tuple[float, float]]]] = {}
+    for layer, shares in enumerate(load):
+        total, low = sum(shares) or 1.0, 0.0
+        left, right = layer - 0.4, layer + 0.4
+        for place, share in enumerate(shares):
+            # Darker first: the busiest expert lies at the bottom.
+            strength = max(0.15, 1 - 0.8 * place / max(1, len(shares) - 1))
+            high = low + 100 * share / total
+            corners = [(left, low), (left, high), (right, high), (right, low)]
+            bars.setdefault(round(strength, 3), []).append(corners)
+            low = high
+    return bars
 
 
 def worth(rows: Sequence[Worth], unit: str) -> str:

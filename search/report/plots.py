@@ -6,6 +6,7 @@ A figure is a dictionary of `data` and `layout`; Plotly's Python package is not 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from search.report.measures import best_so_far
 from studies.records import REPLICATE, TrialRecord
 
 MOST_ROWS = 30  # of the heat map: as many as the dashboard's card has room for
+MOST_POINTS = 500  # of one kind: the database takes a plot in pieces of two kilobytes
 BLUE, ORANGE, GREEN, RED, GREY = "#0a6ab4", "#b45309", "#4f7f68", "#b3261e", "#8a9097"
 
 
@@ -125,7 +127,7 @@ def _worth(findings: Findings, worths: Sequence[Worth]) -> Plot:
 
 
 def _cost(findings: Findings) -> Plot:
-    timed = [t for t in findings.complete if t.train_seconds is not None]
+    timed = _some([t for t in findings.complete if t.train_seconds is not None])
     trace = _points("allocation", timed, GREEN)
     trace["x"] = [t.train_seconds for t in timed]
     return Plot(
@@ -135,6 +137,7 @@ def _cost(findings: Findings) -> Plot:
 
 
 def _points(name: str, trials: Sequence[TrialRecord], colour: str) -> dict[str, Any]:
+    trials = _some(trials)
     return {
         "type": "scatter",
         "mode": "markers",
@@ -144,6 +147,14 @@ def _points(name: str, trials: Sequence[TrialRecord], colour: str) -> dict[str, 
         "text": [f"trial {t.number}: {t.allocation}" for t in trials],
         "marker": _marker(colour, "circle"),
     }
+
+
+def _some(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Keep the better half of what there is room for, and the rest evenly."""
+    ranked = sorted(trials, key=lambda t: (_value(t), t.number))
+    best, rest = ranked[: MOST_POINTS // 2], ranked[MOST_POINTS // 2 :]
+    step = max(1, math.ceil(len(rest) / (MOST_POINTS - len(best)))) if rest else 1
+    return sorted([*best, *rest[::step]], key=lambda t: t.number)
 
 
 def _marker(colour: str, symbol: str) -> dict[str, Any]:

@@ -179,7 +179,12 @@ def _lengths(findings: Findings) -> Section:
             _drawn(
                 figures.curves(findings),
                 "Validation loss by step, on the search's own seed. Crosses: pruned or failed "
-                "trials, those far off at the upper edge.",
+                "trials, those far off at the upper edge."
+                + (
+                    f" Of more than {figures.MOST_CURVES} trials a part is shown."
+                    if len(findings.trials) > figures.MOST_CURVES
+                    else ""
+                ),
             )
         ),
     )

@@ -14,7 +14,7 @@ from mola.allocation import Allocation, ExpertBudget
 from search.sampler.cma import CmaEsSampler
 from search.sampler.failures import without_failures
 from search.sampler.features import Belief, FeatureMap
-from search.sampler.history import History, all_trials, read_history
+from search.sampler.history import History, all_in, all_trials, read_history
 from search.sampler.joint import BudgetExhausted, JointSampler, remaining
 from search.sampler.projected import ProjectedSampler, UniformSampler
 from search.sampler.proposal import propose
@@ -80,7 +80,7 @@ class BudgetSampler(JointSampler):
         """Propose by the model."""
         observations = history.observations
         works = without_failures(among, history.failed, observations.counts)
-        if sum(allocation in works for allocation in history.taken) >= works.size():
+        if all_in(history.taken, works):
             works = among
         waiting, taken = history.pending, history.taken
         return propose(works, self._features, observations, waiting, taken, rng)

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from optuna.study import Study, StudyDirection
@@ -17,11 +18,13 @@ from optuna.trial import FrozenTrial, TrialState
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler.moves import Floats, Ints
 from search.sampler.observations import Observations
-from search.sampler.rungs import passed_rung
-from studies.encoding import distributions, from_params
+from search.sampler.rungs import Passed, passed_rung
+from studies.encoding import distributions, from_params, param_names
+from studies.once import OncePerTrial
 
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
-_MOST = 1000  # observations that are looked at; keeps time and memory flat
+_MOST = 500  # observations that are all looked at
+_BEST, _LATEST, _EVENLY = 200, 100, 100  # of more: so many; keeps time and memory flat
 _FEWEST_PAIRS = 3  # full trials with a rung, before a regression on that rung is trusted
 
 
@@ -57,17 +60,36 @@ def fixed_layers(trial: FrozenTrial, budget: ExpertBudget) -> dict[str, int]:
 
 def allocation_of(trial: FrozenTrial, budget: ExpertBudget) -> Allocation | None:
     """Find the allocation of a trial, None while it has none or if it is not in the budget."""
-    names = distributions(budget)
-    known: dict[str, int] = {name: d.low for name, d in names.items() if d.single()}
-    known.update(fixed_layers(trial, budget))
-    known.update({name: n for name, n in trial.params.items() if name in names})
-    if PROPOSAL_ATTR in trial.system_attrs:
+    params, names = trial.params, _names(budget.num_layers)
+    if len(params) >= len(names) and all(map(params.__contains__, names)):
+        allocation = Allocation([params[name] for name in names])
+    elif PROPOSAL_ATTR in trial.system_attrs:
         allocation = Allocation.parse(trial.system_attrs[PROPOSAL_ATTR])
-    elif len(known) == len(names):
-        allocation = from_params(known)
     else:
-        return None
+        known: dict[str, int] = {n: d.low for n, d in distributions(budget).items() if d.single()}
+        known.update(fixed_layers(trial, budget))
+        known.update({name: n for name, n in params.items() if name in names})
+        if len(known) < len(names):
+            return None
+        allocation = from_params(known)
     return allocation if allocation in budget else None
+
+
+@lru_cache(maxsize=4)
+def _names(num_layers: int) -> list[str]:
+    return param_names(num_layers)
+
+
+@lru_cache(maxsize=4)
+def _allocations(budget: ExpertBudget) -> OncePerTrial[Allocation | None]:
+    """Give what finds the allocations of trials; it remembers those that it has found."""
+    return OncePerTrial(lambda trial: allocation_of(trial, budget))
+
+
+def all_in(taken: Collection[Allocation], budget: ExpertBudget) -> bool:
+    """Say whether every allocation of a budget is among those taken."""
+    size = budget.size()
+    return len(taken) >= size and sum(allocation in budget for allocation in taken) >= size
 
 
 def read_history(
@@ -88,8 +110,8 @@ def read_history(
     full: list[tuple[FrozenTrial, Allocation]] = []
     cut: list[tuple[FrozenTrial, Allocation]] = []
     pending, taken, failed = [], set(), set()
-    for trial in trials:
-        allocation = allocation_of(trial, budget)
+    trials = list(trials)
+    for trial, allocation in zip(trials, _allocations(budget)(trials), strict=True):
         if allocation is None:
             continue
         taken.add(allocation)
@@ -102,11 +124,12 @@ def read_history(
         else:
             failed.add(allocation)
     measured = [(t, a, sign * t.values[0], 0.0) for t, a in full]
+    predict = _Predictor([t for t, _ in full], sign)
     for trial, allocation in cut:
-        guess = _predict(trial, [t for t, _ in full], sign)
+        guess = predict(trial)
         if guess is not None:
             measured.append((trial, allocation, *guess))
-    measured = _latest_and_best(measured)
+    measured = _some(measured)
     values, doubt = _without_extremes(np.array([value for _, _, value, _ in measured]))
     return History(
         observations=Observations(
@@ -122,26 +145,48 @@ def read_history(
     )
 
 
-def _predict(
-    trial: FrozenTrial, full: Sequence[FrozenTrial], sign: float
-) -> tuple[float, float] | None:
-    """Predict a pruned trial's final value and its variance from its last finite rung."""
-    rungs = {s: v for s, v in trial.intermediate_values.items() if math.isfinite(v)}
-    passed = passed_rung(full, max(rungs), _FEWEST_PAIRS) if rungs else None
-    if passed is None:
-        return None
-    mean, variance = passed.extrapolate(rungs[max(rungs)])
-    return sign * mean, variance
+class _Predictor:
+    """Predicts final values of pruned trials, and their variances, from their last finite rungs.
+
+    Args:
+        full: Trials with a finite final value.
+        sign: -1 where higher is better.
+    """
+
+    def __init__(self, full: Sequence[FrozenTrial], sign: float) -> None:
+        self._full = full
+        self._sign = sign
+        self._by_step: dict[int, Passed | None] = {}
+
+    def __call__(self, trial: FrozenTrial) -> tuple[float, float] | None:
+        """Give a trial's final value and the variance of the prediction, None if unknown."""
+        rungs = {s: v for s, v in trial.intermediate_values.items() if math.isfinite(v)}
+        if not rungs:
+            return None
+        step = max(rungs)
+        if step not in self._by_step:
+            self._by_step[step] = passed_rung(self._full, step, _FEWEST_PAIRS)
+        passed = self._by_step[step]
+        if passed is None:
+            return None
+        mean, variance = passed.extrapolate(rungs[step])
+        return self._sign * mean, variance
 
 
-def _latest_and_best(
+def _some(
     measured: list[tuple[FrozenTrial, Allocation, float, float]],
 ) -> list[tuple[FrozenTrial, Allocation, float, float]]:
-    """Keep the better half and the latest of a very long history, in the trials' order."""
+    """Keep a part of a very long history, in the trials' order.
+
+    The best tell where to go on, the latest what was just learnt, and the others, evenly over their
+    values, how the landscape falls off; early contrasts are among them.
+    """
     if len(measured) > _MOST:
         ranked = sorted(measured, key=lambda row: row[2])
-        rest = sorted(ranked[_MOST // 2 :], key=lambda row: row[0].number)
-        measured = ranked[: _MOST // 2] + rest[-(_MOST - _MOST // 2) :]
+        rest = sorted(ranked[_BEST:], key=lambda row: row[0].number)
+        older = sorted(rest[:-_LATEST], key=lambda row: row[2])
+        evenly = np.linspace(0, len(older) - 1, _EVENLY).astype(int)
+        measured = [*ranked[:_BEST], *rest[-_LATEST:], *(older[i] for i in evenly)]
     return sorted(measured, key=lambda row: row[0].number)
 
 

@@ -15,7 +15,14 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation, ExpertBudget
-from search.sampler.history import PROPOSAL_ATTR, History, all_trials, fixed_layers, read_history
+from search.sampler.history import (
+    PROPOSAL_ATTR,
+    History,
+    all_in,
+    all_trials,
+    fixed_layers,
+    read_history,
+)
 from studies.encoding import distributions, param_names, to_params
 
 # Threads of one process propose one at a time: each must see what the others have proposed.
@@ -104,8 +111,7 @@ class JointSampler(BaseSampler, abc.ABC):
             others = [t for t in all_trials(study) if t.number != trial.number]
             history = read_history(others, self.budget, study.direction)
             among = self._narrowed(trial)
-            taken = sum(allocation in among for allocation in history.taken)
-            if taken >= among.size():
+            if all_in(history.taken, among):
                 raise BudgetExhausted(among, trial.number)
             rng = np.random.default_rng([self._seed, trial.number])
             allocation = self.propose(study, trial, history, among, rng)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from optuna.trial import FrozenTrial
@@ -35,15 +36,37 @@ class Passed:
         Returns:
             The predicted final value, and the variance of that prediction.
         """
-        count = len(self.at_rung)
+        line = self._line
+        away = value - line.at_rung
+        leverage = 1 / line.count + (away**2 / line.power if line.power > 0 else 0.0)
+        return line.at_end + line.slope * away, line.variance * (1 + leverage)
+
+    @cached_property
+    def _line(self) -> _Line:
         centred = self.at_rung - self.at_rung.mean()
         power = float(centred @ centred)
         slope = float(centred @ self.at_end) / power if power > 0 else 0.0
         errors = self.at_end - self.at_end.mean() - slope * centred
-        variance = float(errors @ errors) / (count - 2)
-        away = value - float(self.at_rung.mean())
-        leverage = 1 / count + (away**2 / power if power > 0 else 0.0)
-        return float(self.at_end.mean()) + slope * away, variance * (1 + leverage)
+        return _Line(
+            count=len(self.at_rung),
+            at_rung=float(self.at_rung.mean()),
+            at_end=float(self.at_end.mean()),
+            power=power,
+            slope=slope,
+            variance=float(errors @ errors) / (len(self.at_rung) - 2),
+        )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A straight line from values at a rung, around their mean, to values at the end."""
+
+    count: int
+    at_rung: float
+    at_end: float
+    power: float  # sum of the squared distances from the mean at the rung
+    slope: float
+    variance: float  # of what the line leaves unexplained
 
 
 def passed_rung(complete: Iterable[FrozenTrial], step: int, fewest: int) -> Passed | None:

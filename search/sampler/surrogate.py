@@ -52,6 +52,8 @@ class Posterior:
         shares = [self._ties["log"] @ self._seen.log.T @ self._alpha]
         shares += [self._ties["curves"] @ curve.T @ self._alpha for curve in self._seen.curves]
         self._tables: Floats = np.stack(shares, axis=1) @ features.basis.T  # [L, V]
+        between = self._ties["pairs"][:-1, :-1]
+        self._pair_weights: Floats = between @ (self._seen.pairs.T @ self._alpha)  # [L-1]
         self._pending: tuple[Features, Floats] | None = None
         if pending is not None and len(pending):
             waiting = features(pending)
@@ -135,7 +137,9 @@ class Posterior:
 
     def _mean(self, counts: Ints, at: Features) -> Floats:
         own = self._tables[np.arange(self.features.layers), counts - self.features.first]
-        rest = (self._interactions(at, self._seen) + self._same) @ self._alpha
+        rest = at.pairs @ self._pair_weights + self._same @ self._alpha
+        for tie, variance in self._profile.items():
+            rest += variance * (self.features.profile(tie, at, self._seen) @ self._alpha)
         mean: Floats = self.offset + self.scale * (own.sum(axis=1) + rest)
         return mean
 
