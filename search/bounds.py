@@ -12,7 +12,7 @@ from mola.allocation import Allocation, ExpertBudget
 Bound = int | tuple[int, ...]
 
 
-class Budgets(click.ParamType[int | tuple[int, ...]]):
+class BudgetList(click.ParamType[int | tuple[int, ...]]):
     """A number of experts over all layers, or several with commas: `160`, `96,128,160`."""
 
     name = "N[,N...]"

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from search.bounds import Budgets, Fixed, PerLayer
+from search.bounds import BudgetList, Fixed, PerLayer
 from search.console.cli import CommaList, UserError, one_line, user_errors
 from studies.strict import shown
 
@@ -135,7 +135,7 @@ def _typed(option: click.Parameter, value: Any, path: Path) -> Any:
     elif isinstance(kind, (CommaList, Fixed)) or option.multiple:
         wanted, right = "a list", isinstance(value, (list, str))
         value = [value] if option.multiple and isinstance(value, str) else value
-    elif isinstance(kind, (Budgets, PerLayer)):
+    elif isinstance(kind, (BudgetList, PerLayer)):
         wanted, right = "a whole number or a list", isinstance(value, (list, str)) or whole
     elif isinstance(kind, click.types.IntParamType):
         wanted, right = "a whole number", whole

@@ -230,11 +230,11 @@ def _read_sources(settings: Settings, spec: StudySpec) -> tuple[Source, ...]:
     return read_sources(settings.warm_from, name, root, storage, spec.objective)
 
 
-def default_study_name(settings: Settings, *, with_budget: bool = True) -> str:
+def default_study_name(settings: Settings, *, with_total: bool = True) -> str:
     """Name a study after its model, data and budget, so that the same command finds it again."""
     model = "demo" if settings.model is None else _short_name(settings.model)
     data = [] if settings.data is None else [_short_name(settings.data)]
-    text = "-".join([model, *data, *([str(settings.budget)] if with_budget else [])])
+    text = "-".join([model, *data, *([str(settings.budget)] if with_total else [])])
     return re.sub(r"[^\w.-]+", "-", text).lstrip(".")
 
 

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from mola.demo import DEFAULTS
 from search import config, job
-from search.bounds import Budgets, Fixed, PerLayer
+from search.bounds import BudgetList, Fixed, PerLayer
 from search.console.cli import (
     MOST_SEEDS,
     MOST_WORKERS,
@@ -49,7 +49,7 @@ def _demo_defaults() -> str:
 @option(
     "Search",
     "--budget",
-    type=Budgets(),
+    type=BudgetList(),
     required=True,
     help="Number of experts over all layers. Several, 96,128,160, are searched one after the "
     "other, each as a study STUDY-N that begins with what the one before has found, and compared.",

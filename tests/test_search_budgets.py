@@ -70,7 +70,7 @@ def done(
         patch.setattr(search.report.dashboard, "refresh", lambda *_: None)
         words = ["--model", str(tiny_model_dir), "--data", str(choices_dir), "--steps", "4"]
         words += ["--budget", "8,12,16", "--trials", "7", "--study", "mine"]
-        words += ["--confirm-seeds", "2"]
+        words += ["--confirm-seeds", "2", "--finalists", "1"]
         yield Done(CliRunner().invoke(search.run.main, words), opened, folder, words)
 
 

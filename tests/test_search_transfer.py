@@ -90,8 +90,8 @@ def test_the_report_names_where_a_search_began(tmp_path: Path) -> None:
 
 
 def test_a_search_begins_with_another_and_goes_on_without_it(run: Run, tmp_path: Path) -> None:
-    assert run(study="first", trials=8, min_experts=0).exit_code == 0
-    begun = run(budget=16, trials=7, warm_from="first")
+    assert run(study="first", trials=7, min_experts=0, confirm_seeds=0).exit_code == 0
+    begun = run(budget=16, trials=6, warm_from="first", confirm_seeds=0)
     assert begun.exit_code == 0, begun.output
     (taken,) = recorded(mine())
     assert taken.name == "from first"
@@ -103,7 +103,7 @@ def test_a_search_begins_with_another_and_goes_on_without_it(run: Run, tmp_path:
     (tmp_path / "runs/first/study.db").unlink()
     for again in (
         CliRunner().invoke(search.run.main, ["--config", "runs/mine/config.toml"]),
-        run(budget=16, trials=8),
+        run(budget=16, trials=7, confirm_seeds=0),
     ):
         assert again.exit_code == 0, again.output
     assert recorded(mine()) == [taken]
@@ -114,16 +114,16 @@ def test_the_sampler_follows_the_direction(run: Run, monkeypatch: pytest.MonkeyP
     told: list[Any] = []
     real = search.sampler.make_sampler
     monkeypatch.setattr(search.sampler, "make_sampler", lambda *a: told.append(a) or real(*a))
-    run(study="first", trials=8)
+    run(study="first", trials=7, confirm_seeds=0)
     Path("mine.txt").write_text("1 2 3 6")
     told.clear()
-    assert run("--prior", "mine.txt", warm_from="first", trials=8).exit_code == 0
+    assert run("--prior", "mine.txt", warm_from="first", trials=7, confirm_seeds=0).exit_code == 0
     worth = recorded(mine())[0].scores
     assert told[-1][3] == [Allocation([1, 2, 3, 6]), worth]
 
 
 def test_a_dry_run_shows_what_would_be_taken(run: Run) -> None:
-    run(study="first", trials=8)
+    run(study="first", trials=7, confirm_seeds=0)
     shown = run("--dry-run", warm_from="first", budget=16, trials=8)
     assert shown.exit_code == 0, shown.output
     assert "from first: " in shown.stdout
@@ -135,11 +135,11 @@ def test_a_source_that_says_nothing_is_one_line(run: Run, text_dir: Path, pools:
     assert "--warm-from mine: a search cannot begin with itself" in error_line(
         run(warm_from="mine")
     )
-    run(study="few", trials=3)
+    run(study="few", trials=3, confirm_seeds=0)
     assert "--warm-from few: it has measured 3 allocations, and 6" in error_line(
         run(warm_from="few")
     )
-    run(study="texts", data=text_dir)
+    run(study="texts", data=text_dir, trials=2, confirm_seeds=0)
     line = error_line(run(warm_from="texts"))
     assert "--warm-from texts: its objective is nats per output token, that of this search" in line
     optuna.create_study(study_name="plain", storage=_new("plain"))

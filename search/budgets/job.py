@@ -68,7 +68,7 @@ def plan_budgets(settings: Settings, totals: Sequence[int]) -> Group:
         ValueError: a setting is wrong, a budget is out of reach, or model or data are missing.
     """
     check_budgets(settings, totals)
-    name = settings.study or default_study_name(settings, with_budget=False)
+    name = settings.study or default_study_name(settings, with_total=False)
     first, *others = totals
     plan = prepare(replace(settings, budget=first, study=member_name(name, first)))
     plans = [plan, *(with_budget(plan, total, member_name(name, total)) for total in others)]
