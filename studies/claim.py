@@ -111,6 +111,7 @@ def _lock(store: Path, name: str) -> TextIO | None:
         ValueError: Another process has locked it.
     """
     short = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    store = store.resolve()  # whatever links lead to it
     path = store.with_name(f"{store.name}.{short}.lock")
     while True:
         file = path.open("a+", encoding="utf-8")

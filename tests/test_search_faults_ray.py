@@ -150,6 +150,7 @@ def test_a_worker_that_does_not_stop_is_replaced(
     check_replaced(pool, before)
 
 
+@pytest.mark.slow
 def test_workers_that_never_come_up_end_the_search(
     pool: RayPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

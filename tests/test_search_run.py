@@ -196,6 +196,8 @@ def test_the_default_name_is_readable_and_finds_the_study_again(run: Run) -> Non
         ({"max_length": 9999}, "--max-length 9999: the model's context is 512 tokens"),
         ({"learning_rate": "nan"}, "learning_rate"),
         ({"confirm_seeds": 1}, "--confirm-seeds 1 gives no interval"),
+        ({"trial_timeout": 0}, "--trial-timeout"),
+        ({"trial_timeout": "nan"}, "--trial-timeout nan is no number of seconds"),
         ({"sampler": "crystal-ball"}, "crystal-ball"),
         ({"study": "../elsewhere"}, "'../elsewhere' cannot name a folder"),
         ({"storage": "carrier-pigeon://x"}, "carrier-pigeon"),

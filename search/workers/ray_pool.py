@@ -90,7 +90,7 @@ class RayPool:
         self._ray, self._owns_ray = connect(address)
         self._clock = AwakeClock()
         self._looked = 0.0
-        self._ray_died = False
+        self._death: str | None = None  # of Ray
         self._failed_starts = 0
         self._deaths = 0
         try:
@@ -149,10 +149,6 @@ class RayPool:
             return []
         self._ray.wait(calls, num_returns=1, timeout=timeout_seconds)
         now = self._clock.look()
-        if now - self._looked >= HEALTH_SECONDS:
-            self._looked = now
-            if (death := self._watch.death()) is not None:
-                return self._after_death(death)
         done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         events: list[tuple[int, Event | Failed | Memory]] = []
         for worker in list(self._workers):
@@ -163,11 +159,16 @@ class RayPool:
                 self._replace(worker)
             elif worker.state is _State.STOPPING and now - worker.since > STOP_SECONDS:
                 self._replace(worker)
+        if now - self._looked >= HEALTH_SECONDS:
+            self._looked = now
+            self._death = self._death or self._watch.death()
+        if self._death is not None:  # last, so that no result that has come is lost
+            events += self._after_death(self._death)
         return events
 
     def close(self) -> None:
         """End all workers at once, and Ray if this pool started it."""
-        self._ray_died = self._ray_died or self._watch.death() is not None
+        self._death = self._death or self._watch.death()
         for worker in self._workers:
             self._end(worker)
         self._disconnect()
@@ -183,8 +184,9 @@ class RayPool:
             if isinstance(cause_of(error), FloatingPointError):
                 worker.state, worker.job = _State.IDLE, None
                 return [] if job is None else [(job.number, failed)]
-            if (death := self._watch.death(at_once=True)) is not None:  # that took it along
-                return self._after_death(death)
+            self._death = self._death or self._watch.death(at_once=True)
+            if self._death is not None:  # it took the worker along
+                return []
             if worker.state is _State.LOADING:
                 # A model that cannot be read will not be readable the next time.
                 self._count_failed_start(
@@ -226,7 +228,7 @@ class RayPool:
 
     def _end(self, worker: _Worker) -> None:
         """End a worker's process, also one that is stopped or hangs where Ray does not reach it."""
-        if not self._ray_died:
+        if self._death is None:
             self._ray.kill(worker.actor)
         if self._watch.local and worker.pid and _is_rays(worker.pid):
             with suppress(ProcessLookupError):
@@ -238,7 +240,6 @@ class RayPool:
         Raises:
             PoolError: It was not ours, or it dies time and again.
         """
-        self._ray_died = True
         lost = [worker.job.number for worker in self._workers if worker.job is not None]
         self._deaths += 1
         if not self._watch.local or self._deaths >= MOST_RAY_DEATHS:
@@ -249,7 +250,7 @@ class RayPool:
         self._ray.shutdown()
         self._ray, self._owns_ray = connect(None)
         signal.signal(signal.SIGTERM, handler)  # Ray takes it for itself
-        self._ray_died = False
+        self._death = None
         self._watch = RayWatch(self._ray, local=True)
         self._start_workers()
         return [(number, Failed(f"{death}; started again", blameless=True)) for number in lost]

@@ -39,6 +39,7 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
         # Despite its name this holds on Linux, too: Ray then listens on the loopback address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
+    import ray.util.client
 
     if ray.is_initialized():
         return ray, False
@@ -83,11 +84,13 @@ class RayWatch:
     def __init__(self, ray: ModuleType, *, local: bool) -> None:
         self.local = local
         self._ray = ray
-        context = ray.get_runtime_context()
-        host, _, port = context.gcs_address.rpartition(":")
-        self._head = (host.strip("[]"), int(port))
-        self._node = context.get_node_id()
         self._missed_since: float | None = None
+        self._by_client = bool(ray.util.client.ray.is_connected())  # ray://, through a proxy
+        if not self._by_client:
+            context = ray.get_runtime_context()
+            host, _, port = context.gcs_address.rpartition(":")
+            self._head = (host.strip("[]"), int(port))
+            self._node = context.get_node_id()
 
     def death(self, *, at_once: bool = False) -> str | None:
         """Say what of Ray has died; None while it lives.
@@ -109,10 +112,14 @@ class RayWatch:
             gone = at_once or now - self._missed_since >= MISSED_SECONDS
             return "the Ray cluster does not answer any more" if gone else None
         self._missed_since = None
+        if self._by_client:
+            return None
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         return None if self._node in alive else "this machine has dropped out of the Ray cluster"
 
     def _answers(self) -> bool:
+        if self._by_client:
+            return bool(self._ray.util.client.ray.is_connected())
         try:
             socket.create_connection(self._head, ANSWER_SECONDS).close()
         except OSError:
