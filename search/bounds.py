@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mola.allocation import Allocation, ExpertBudget
+from studies.strict import shown
 
 Bound = int | tuple[int, ...]
 
@@ -48,8 +49,8 @@ class PerLayer(click.ParamType[Bound]):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Bound:
         """Give a number or a tuple; text with one number alone is a number."""
-        text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
         try:
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
             counts = Allocation.parse(text).experts
         except ValueError as error:
             self.fail(str(error).replace("allocation", "list"), param, ctx)
@@ -73,10 +74,10 @@ class Fixed(click.ParamType[tuple[tuple[int, int], ...]]):
         found: dict[int, int] = {}
         for term in terms:
             if isinstance(term, (list, tuple)):
-                term = "=".join(map(str, term))
-            match = re.fullmatch(r"(\d+)=(\d+)", str(term), re.ASCII)
+                term = "=".join(map(shown, term))
+            match = re.fullmatch(r"(\d{1,9})=(\d{1,9})", str(term), re.ASCII)
             if match is None:
-                self.fail(f"{term!r} is not LAYER=N, such as 0=2", param, ctx)
+                self.fail(f"{term!r:.80} is not LAYER=N, such as 0=2", param, ctx)
             layer, number = int(match[1]), int(match[2])
             if found.setdefault(layer, number) != number:
                 self.fail(f"layer {layer} is fixed to both {found[layer]} and {number}", param, ctx)

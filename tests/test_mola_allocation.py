@@ -267,3 +267,46 @@ def test_deep_models_with_large_budgets_work() -> None:
     assert budget.size() > 10**120
     assert all(budget.uniform(rng) in budget for _ in range(10))
     assert budget.project(rng.normal(5, 4, size=126)) in budget
+
+
+def test_a_layer_has_at_most_4096_experts() -> None:
+    assert Allocation([4096, 0]).total == 4096
+    for refused in (
+        lambda: Allocation([1, 4097]),
+        lambda: Allocation.parse("1 4097"),
+        lambda: ExpertBudget(2, 9, 0, [1, 4097]),
+        lambda: ExpertBudget(2, 9000, 0, 4097),
+        lambda: ExpertBudget(2, 9000, 4097),
+    ):
+        with pytest.raises(ValueError, match="must be at most 4096, got 4097"):
+            refused()
+    with pytest.raises(ValueError, match=r"total=5000 is out of reach .* 0 to 4096 experts each"):
+        ExpertBudget(1, 5000, 0)
+    assert ExpertBudget(1, 4096).high == 4096
+
+
+def test_a_number_of_thousands_of_digits_is_told_in_words() -> None:
+    with pytest.raises(ValueError, match="at most 4096, got a number of more than 30 digits"):
+        Allocation([10**5000])
+    with pytest.raises(ValueError, match="at least 0, got a number of more than 30 digits"):
+        Allocation([-(10**5000)])
+    with pytest.raises(ValueError, match=f"at most 4096, got {10**30 - 1}$"):
+        Allocation([10**30 - 1])
+
+
+def test_a_budget_that_cannot_be_counted_is_refused_at_once() -> None:
+    assert ExpertBudget(500, 3999, 0).total == 3999  # a table of 500 times 4000 numbers
+    with pytest.raises(ValueError, match="leaves 4000 experts to place in 500 layers, .* 4000 are"):
+        ExpertBudget(500, 4000, 0)
+    assert ExpertBudget(500, 4499, 1).total == 4499
+    with pytest.raises(ValueError, match="leaves 4000 experts to place"):
+        ExpertBudget(500, 4500, 1)
+    with pytest.raises(ValueError, match="is out of reach for 32 layers"):
+        ExpertBudget(32, 10**18)
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "1 " * 20_000, "9" * 10**6, "1x" + "9" * 10**5])
+def test_a_long_text_is_told_in_a_short_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        Allocation.parse(text)
+    assert len(str(caught.value)) < 300

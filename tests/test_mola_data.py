@@ -191,6 +191,18 @@ def test_a_tokenizer_without_an_end_token_is_refused() -> None:
         encode(tokenizer=build_tokenizer(eos=None))
 
 
+def test_a_tokenizer_that_knows_no_letters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mola.data._tokenize", lambda tokenizer, texts: [[] for _ in texts])
+    with pytest.raises(ValueError, match="makes no token of the letter a; is it the model's?"):
+        encode()
+
+
+def test_the_highest_token_is_that_of_all_splits() -> None:
+    data = encode("what?", "no", ["yes", "no"])
+    rows = [*data.train["input_ids"], *data.validation["input_ids"]]
+    assert data.highest_token == max(map(max, rows))
+
+
 def test_the_fingerprint_is_of_tokens_and_structure(choices_dir: Path, text_dir: Path) -> None:
     def fingerprint(folder: Path, **changes: Any) -> str:
         options = {"prompt_template": None, "max_length": 256, "name": "n", **changes}

@@ -32,6 +32,24 @@ def test_failures_without_a_pattern_change_nothing() -> None:
     assert without_failures(BUDGET, failed, finished) == BUDGET
 
 
+def test_what_the_largest_layer_explains_bounds_no_other() -> None:
+    failed = rows([9, 5, 3, 3], [9, 6, 3, 2], [9, 5, 2, 4])
+    finished = rows([5, 4, 6, 5], [6, 3, 5, 6], [7, 2, 7, 4])
+    assert without_failures(BUDGET, failed, finished).highs == (8, 8, 8, 8)
+
+
+def test_of_two_bounds_that_explain_as_much_the_largest_is_taken() -> None:
+    failed = rows([8, 8, 2, 2], [9, 9, 1, 1], [1, 9, 9, 1], [1, 1, 9, 9])
+    finished = rows([2, 8, 2, 8])
+    assert without_failures(BUDGET, failed, finished).highs == (8, 8, 8, 8)
+
+
+def test_numbers_with_which_many_finish_are_no_bound() -> None:
+    failed = rows([9, 1, 1, 9], [1, 9, 9, 1], [9, 9, 1, 1])
+    finished = rows([1, 1, 9, 9], [9, 1, 9, 1])
+    assert without_failures(BUDGET, failed, finished) == BUDGET
+
+
 def test_two_failures_are_not_enough() -> None:
     failed = rows([9, 9, 1, 1], [1, 9, 1, 9])
     assert without_failures(BUDGET, failed, rows([5, 5, 5, 5])) == BUDGET

@@ -159,6 +159,13 @@ class Whole(click.IntRange):
     def __init__(self, min: int, max: int = LARGEST) -> None:  # noqa: A002 - click's names
         super().__init__(min, max)
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Give an int; click cannot write one of thousands of digits, which a file may hold."""
+        if isinstance(value, int) and value.bit_length() > 1000:
+            self.fail(f"a number of {value.bit_length()} bits is out of range.", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number
+
     def _describe_range(self) -> str:
         return super()._describe_range() if self.max != LARGEST else f"x>={self.min}"
 
