@@ -228,7 +228,7 @@ def _connect(address: str | None) -> tuple[ModuleType, bool]:
     # Whatever log_to_driver says, Ray prints its nodes' errors on stdout, a paragraph for each
     # dead worker. There is no switch; without this function it has nothing to print with.
     ray._private.worker.print_to_stdstream = _print_nothing
-    packages = Path(__file__).resolve().parent.parent
+    packages = Path(__file__).resolve().parents[2]
     environment = {"py_modules": [str(packages / p) for p in ("mola", "studies", "search")]}
     try:
         ray.init(
