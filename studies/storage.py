@@ -20,6 +20,7 @@ from studies.patient import OnTrouble, PatientStorage, StoreError
 STORE_FILE = "study.db"
 BUSY_SECONDS = 60  # how long SQLite waits for a lock that another process holds
 PATIENT_BUSY_SECONDS = 5  # the same where trouble is waited for, in a way that Ctrl-C can end
+_LARGE = 2**26  # bytes of a file from which on one table is checked, not all, which takes seconds
 CONNECT_SECONDS = 10  # how long a database server may take to answer
 _SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 _SECRET_ARGUMENT = re.compile(rf"([?&][^=&]*(?:{_SECRET.pattern})[^=&]*=)[^&]*", re.IGNORECASE)
@@ -178,7 +179,8 @@ def _check_file(path: Path, create: bool) -> None:
         tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master")}
         if tables and not {"studies", "version_info"} <= tables:
             raise sqlite3.DatabaseError("it is the database of another program, not of Optuna")
-        (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        scope = "1" if path.stat().st_size < _LARGE else "trials"
+        (verdict,) = database.execute(f"PRAGMA quick_check({scope})").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(f"it is damaged ({verdict}); bring back a copy of it")
 

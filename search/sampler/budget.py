@@ -11,6 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from mola.allocation import Allocation, ExpertBudget
+from search.sampler.batch import Batch, results_per_model
 from search.sampler.cma import CmaEsSampler
 from search.sampler.failures import without_failures
 from search.sampler.features import Belief, FeatureMap
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")
+_FEWEST_FOR_BATCHES = 32  # trials; before, each result changes the model a lot
 _NEEDS = {"gp": "scipy", "cmaes": "cmaes"}  # packages that Optuna leaves to its users
 
 
@@ -41,7 +43,8 @@ class BudgetSampler(JointSampler):
     (surrogate.py, proposal.py). Pruned trials count by what their last rung predicts,
     running and waiting ones as results that will come. Trials that share an allocation but not the
     user attribute `seed` are repeated measurements. Numbers of experts from which on trials fail
-    are left alone (failures.py).
+    are left alone (failures.py). Where trials are so short and workers so many that they would wait
+    for proposals, these come in batches (batch.py).
 
     Args:
         budget: the allowed allocations.
@@ -68,6 +71,7 @@ class BudgetSampler(JointSampler):
                     f"the prior {prior} has {layers} layers, expected {budget.num_layers}"
                 )
         self._features = FeatureMap(budget, priors)
+        self._batch: Batch | None = None
 
     def propose(
         self,
@@ -83,7 +87,14 @@ class BudgetSampler(JointSampler):
         if all_in(history.taken, works):
             works = among
         waiting, taken = history.pending, history.taken
-        return propose(works, self._features, observations, waiting, taken, rng)
+        share = results_per_model(len(waiting) + 1, history.seconds)
+        if share == 1 or len(taken) < _FEWEST_FOR_BATCHES:
+            self._batch = None
+            return propose(works, self._features, observations, waiting, taken, rng)
+        if self._batch is None or not self._batch.serves(works, history, share):
+            learnt = None if self._batch is None else self._batch.learnt
+            self._batch = Batch(works, self._features, history, rng, learnt)
+        return self._batch.next(taken, rng)
 
 
 def posterior_means(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 
 import numpy as np
 from optuna.study import Study, StudyDirection
@@ -25,6 +26,7 @@ from studies.once import OncePerTrial
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
 _MOST = 500  # observations that are all looked at
 _BEST, _LATEST, _EVENLY = 200, 100, 100  # of more: so many; keeps time and memory flat
+_TIMED = 16  # latest full trials whose length is looked at
 _FEWEST_PAIRS = 3  # full trials with a rung, before a regression on that rung is trusted
 
 
@@ -38,6 +40,7 @@ class History:
         pending: allocations of running and waiting trials.
         taken: every allocation that was ever tried, failed ones included, or waits.
         failed: allocations that failed and never finished, [F, L].
+        seconds: median wall clock of the latest trials at full length; infinite without any.
     """
 
     observations: Observations
@@ -45,6 +48,7 @@ class History:
     pending: tuple[Allocation, ...]
     taken: frozenset[Allocation]
     failed: Ints
+    seconds: float = math.inf
 
 
 def all_trials(study: Study) -> list[FrozenTrial]:
@@ -142,6 +146,7 @@ def read_history(
         pending=tuple(pending),
         taken=frozenset(taken),
         failed=_counts(sorted(failed - {a for _, a in full + cut}), budget),
+        seconds=_usual_seconds([t for t, _ in full[-_TIMED:]]),
     )
 
 
@@ -188,6 +193,11 @@ def _some(
         evenly = np.linspace(0, len(older) - 1, _EVENLY).astype(int)
         measured = [*ranked[:_BEST], *rest[-_LATEST:], *(older[i] for i in evenly)]
     return sorted(measured, key=lambda row: row[0].number)
+
+
+def _usual_seconds(trials: Sequence[FrozenTrial]) -> float:
+    lengths = [t.duration.total_seconds() for t in trials if t.duration is not None]
+    return median(lengths) if lengths else math.inf
 
 
 def _counts(allocations: Collection[Allocation], budget: ExpertBudget) -> Ints:

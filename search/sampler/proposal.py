@@ -56,15 +56,24 @@ def propose(
         return space.first_free(_opening(space), rng)
     waiting = np.array([a.experts for a in pending], dtype=np.int64)
     model = fit(features, observations, waiting.reshape(-1, among.num_layers))
-    additive = best_additive(model.tables(), space.budget, model.features.first)
-    best = space.descend(model.mean, additive, rng)
-    late = len(taken) >= _SHARE * among.num_layers
-    every = _LATER_ATTEMPT_EVERY if late else _ATTEMPT_EVERY
-    if len(taken) % every == every - 1:
-        ranked = _attempts(space, model, observations, best, rng)
+    best = best_of(space, model, rng)
+    if is_attempt(len(taken), among.num_layers):
+        ranked = attempts(space, model, observations, best, rng)
     else:
-        ranked = _contrasts(space, model, best, rng)
+        ranked = contrasts(space, model, best, rng)
     return space.first_free(ranked, rng)
+
+
+def best_of(space: Space, model: Posterior, rng: np.random.Generator) -> Ints:
+    """Find the allocation [L] that the model believes best."""
+    additive = best_additive(model.tables(), space.budget, model.features.first)
+    return space.descend(model.mean, additive, rng)
+
+
+def is_attempt(taken: int, layers: int) -> bool:
+    """Say whether the trial after so many is an attempt or a contrast."""
+    every = _LATER_ATTEMPT_EVERY if taken >= _SHARE * layers else _ATTEMPT_EVERY
+    return taken % every == every - 1
 
 
 def _opening(space: Space) -> Ints:
@@ -76,7 +85,7 @@ def _opening(space: Space) -> Ints:
     return space.rounded(np.concatenate([mean, _boldest(space, signs)]))
 
 
-def _attempts(
+def attempts(
     space: Space,
     model: Posterior,
     observations: Observations,
@@ -94,7 +103,7 @@ def _attempts(
     return counts[np.argsort(mean - _OPTIMISM * deviation, kind="stable")]
 
 
-def _contrasts(space: Space, model: Posterior, best: Ints, rng: np.random.Generator) -> Ints:
+def contrasts(space: Space, model: Posterior, best: Ints, rng: np.random.Generator) -> Ints:
     """Rank contrasts by what they tell about what the possible optima gain over the best."""
     layers = space.budget.num_layers
     walsh = _walsh(layers)

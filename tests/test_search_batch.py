@@ -1,0 +1,93 @@
+"""Many workers with short trials get several proposals from one model, others do not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import optuna
+import pytest
+
+from mola.allocation import Allocation, ExpertBudget
+from search.sampler import BudgetSampler, batch, budget
+from search.sampler.batch import _spread, results_per_model
+from studies.encoding import distributions, from_params
+
+BUDGET = ExpertBudget(10, 40, 1, 8)
+SPACE = dict(distributions(BUDGET))
+
+
+def ask(study: optuna.Study) -> optuna.Trial:
+    return study.ask(SPACE)  # type: ignore[arg-type]
+
+
+def tell(study: optuna.Study, trial: optuna.Trial) -> None:
+    experts = from_params(trial.params).experts
+    study.tell(trial, -sum(math.log1p(n) / (1 + layer) for layer, n in enumerate(experts)))
+
+
+def searching(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Allocation], list[int]]:
+    """Keep so many trials running; give the last proposals, and a 1 for each batch and an 0 for
+    each model for one proposal among the same asks."""
+    study = optuna.create_study(sampler=BudgetSampler(BUDGET, seed=0))
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        study.enqueue_trial(dict(zip(SPACE, BUDGET.uniform(rng).experts, strict=True)))
+    running = [ask(study) for _ in range(workers)]
+    while study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)):
+        tell(study, running.pop(0))
+        running.append(ask(study))
+    made: list[int] = []
+    whole, single = batch.Batch.__init__, budget.propose
+
+    def make(self: batch.Batch, *args: object) -> None:
+        made.append(1)
+        whole(self, *args)  # type: ignore[arg-type]
+
+    def propose(*args: object) -> Allocation:
+        made.append(0)
+        return single(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(batch.Batch, "__init__", make)
+    monkeypatch.setattr(budget, "propose", propose)
+    asked = []
+    for _ in range(20):
+        tell(study, running.pop(0))
+        running.append(ask(study))
+        asked.append(from_params(running[-1].params))
+    others = {from_params(t.params) for t in study.get_trials(deepcopy=False)[:-20]}
+    assert not others & set(asked)
+    return asked, made
+
+
+def test_many_workers_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = searching(20, monkeypatch)
+    assert made in ([1], [1, 1])
+    assert len(set(asked)) == 20
+    assert all(allocation in BUDGET for allocation in asked)
+
+
+def test_few_workers_get_a_model_for_each_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = searching(4, monkeypatch)
+    assert made == [0] * 20
+    assert len(set(asked)) == 20
+
+
+def test_a_model_is_shared_by_no_more_results_than_come_in_a_second() -> None:
+    assert results_per_model(8, 0.1) == 1
+    assert results_per_model(64, 1.0) == 64
+    assert results_per_model(64, 0.1) == 64
+    assert results_per_model(64, 16.0) == 4
+    assert results_per_model(64, 600.0) == 1
+    assert results_per_model(64, math.inf) == 1
+
+
+def test_contrasts_that_tell_the_same_come_last() -> None:
+    best = np.array([4, 4, 4, 4])
+    ranked = np.array([[8, 8, 1, 1], [1, 1, 8, 8], [7, 7, 1, 1], [8, 1, 8, 1]])
+    assert _spread(ranked, best).tolist() == [
+        [8, 8, 1, 1],
+        [8, 1, 8, 1],
+        [1, 1, 8, 8],
+        [7, 7, 1, 1],
+    ]
