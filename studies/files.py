@@ -25,10 +25,8 @@ def write_text_atomic(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        error.filename, error.filename2 = (
-            str(path),
-            None,
-        )  # a full disk names none, others the draft
+        error.filename = str(path)  # a full disk names none, others the draft
+        error.filename2 = None
         raise
     finally:
         draft.unlink(missing_ok=True)

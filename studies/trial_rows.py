@@ -59,7 +59,7 @@ class LazyJson(Mapping[str, Any]):
 class Ranges(dict[str, BaseDistribution]):
     """Ranges of parameters by name; a deep copy shares them, as nothing ever changes a range."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, BaseDistribution]:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> dict[str, BaseDistribution]:
         return dict(self)
 
 
