@@ -19,8 +19,8 @@ from search.deadline import LEAST_SECONDS, SILENT_SECONDS, Deadline
 from search.driver import TooManyFailuresError
 from search.priors.named import named
 from search.workers.clock import LONGEST_GAP_SECONDS, AwakeClock
-from search.workers.pool import Failed, Job
-from search.workers.ray_runtime import PACKAGES, _wants_token
+from search.workers.pool import Failed, Job, PoolError
+from search.workers.ray_runtime import PACKAGES, _wants_token, connect
 from studies.store import fail, records
 
 UNLUCKY = named("2468", SPEC.budget)
@@ -170,6 +170,19 @@ def test_the_end_of_ray_is_nobodys_fault() -> None:
 
 def test_a_cluster_is_given_the_packages_from_where_they_are() -> None:
     assert all((PACKAGES / name / "__init__.py").exists() for name in ("mola", "studies", "search"))
+
+
+def test_a_ray_that_is_too_slow_to_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def slow(**_: object) -> None:
+        raise Exception("The current node timed\nout during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(PoolError, match="cannot start Ray on this machine: The current node timed"):
+        connect(None)
+    with pytest.raises(ValueError, match="--address auto: cannot join the cluster: The current"):
+        connect("auto")
 
 
 def test_a_cluster_that_wants_a_token_is_recognised() -> None:

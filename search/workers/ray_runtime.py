@@ -56,7 +56,7 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
             logging_level=logging.ERROR,
             runtime_env=environment if address else None,
         )
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # of no particular type where a node is slow to come up
         reason = " ".join(str(error).split())
         if address is not None:
             if _wants_token(error):
