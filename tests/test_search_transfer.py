@@ -21,6 +21,8 @@ from search.priors.settle import settle_sources
 from search.priors.transfer import Source, over_depth, read_source, recorded, transfer
 from search.report.findings import read_findings
 from search.report.origin import origin
+from search.sampler import BudgetSampler
+from search.sampler.features import FeatureMap
 from studies.records import get_priors
 from studies.store import load_study
 
@@ -62,6 +64,15 @@ def test_nothing_known_is_uniform_and_no_direction() -> None:
     prior = transfer(source(0.0, 0.0), ExpertBudget(4, 12))
     assert prior.allocation == Allocation([3, 3, 3, 3])
     assert prior.belief == (0.0,) * 4
+
+
+def test_weights_are_a_direction_like_that_of_an_allocation() -> None:
+    budget, allocation = ExpertBudget(4, 12), Allocation([1, 2, 4, 5])
+    weights = tuple(0.5 * n - 7 for n in allocation.experts)
+    known = FeatureMap(budget, [allocation]).depth["priors"]
+    np.testing.assert_allclose(FeatureMap(budget, [weights]).depth["priors"], known)
+    with pytest.raises(ValueError, match="has 3 layers, expected 4"):
+        BudgetSampler(budget, priors=[weights[:3]])
 
 
 def test_a_study_knows_that_its_lower_layers_are_worth_more() -> None:
