@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Done:
     folder: Path
     words: list[str]
 
-    @property
+    @cached_property
     def budgets(self) -> Budgets:
         return read_budgets("mine", find_members("mine", self.folder / "runs", None))
 

@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pretend_pool import no_waiting_for_the_disk
 from pretend_study import SPEC, searched_study
@@ -21,6 +21,8 @@ from search.priors.settle import settle_sources
 from search.priors.transfer import Source, over_depth, read_source, recorded, transfer
 from search.report.findings import read_findings
 from search.report.origin import origin
+from search.sampler import BudgetSampler
+from search.sampler.features import FeatureMap
 from studies.records import get_priors
 from studies.store import load_study
 
@@ -38,8 +40,10 @@ def mine(name: str = "mine") -> optuna.Study:
     return load_study(name, f"sqlite:///runs/{name}/study.db")
 
 
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 3))
-def test_weights_over_depth_keep_their_mean(worth: list[float], layers: int, times: int) -> None:
+# A busy machine is no failure.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 3))
+def test_weights_over_depth_keep_their_mean(worth: list[int], layers: int, times: int) -> None:
     spread = over_depth(worth, layers)
     assert spread.mean() == pytest.approx(np.mean(worth), abs=1e-12)
     repeated = np.repeat(worth, times)
@@ -60,6 +64,15 @@ def test_nothing_known_is_uniform_and_no_direction() -> None:
     prior = transfer(source(0.0, 0.0), ExpertBudget(4, 12))
     assert prior.allocation == Allocation([3, 3, 3, 3])
     assert prior.belief == (0.0,) * 4
+
+
+def test_weights_are_a_direction_like_that_of_an_allocation() -> None:
+    budget, allocation = ExpertBudget(4, 12), Allocation([1, 2, 4, 5])
+    weights = tuple(0.5 * n - 7 for n in allocation.experts)
+    known = FeatureMap(budget, [allocation]).depth["priors"]
+    np.testing.assert_allclose(FeatureMap(budget, [weights]).depth["priors"], known)
+    with pytest.raises(ValueError, match="has 3 layers, expected 4"):
+        BudgetSampler(budget, priors=[weights[:3]])
 
 
 def test_a_study_knows_that_its_lower_layers_are_worth_more() -> None:
