@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -294,7 +293,7 @@ def nodes_of(study: optuna.Study) -> set[str]:
     return {r.routing["node"] for r in store.records(study) if r.state == "COMPLETE"}
 
 
-@pytest.mark.timeout(800)  # four nodes and as many workers start, and have to share the cores
+@pytest.mark.timeout(400)  # four nodes and as many workers start, and have to share the cores
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_node_that_dies_loses_a_trial_and_one_that_joins_takes_over(
     cluster: Any, data: TaskData
@@ -318,9 +317,7 @@ def test_a_node_that_dies_loses_a_trial_and_one_that_joins_takes_over(
 
     try:
         Driver(study, SPEC, open_pool, rules, notify=trouble).run()
-    finally:
-        with contextlib.suppress(IndexError):
-            close(pools[0])
+    finally:  # the driver has closed the pool
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     records = store.records(study)
     states = Counter(record.state for record in records)
