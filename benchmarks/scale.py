@@ -38,7 +38,7 @@ from mola.events import Event, Finished, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules, StopRequestedError
 from search.pruner import make_pruner
-from search.sampler import make_sampler
+from search.sampler import history, make_sampler
 from search.workers.pool import Failed, Job, Memory
 from studies import store
 from studies.encoding import distributions, to_params
@@ -116,7 +116,11 @@ def fill(root: Path, layers: int, trials: int, *, old: bool) -> None:
     }
     kinds = {"value_type": "FINITE"}, {"intermediate_value_type": "FINITE"}
     for number in range(trials):
-        allocation = spec.budget.project(rng.normal(5, 3, layers))
+        given, some = rng.integers(0, 5, layers // 2), rng.permutation(layers)
+        experts = np.full(layers, 5)
+        experts[some[: len(given)]] += given
+        experts[some[len(given) : 2 * len(given)]] -= given
+        allocation = Allocation(experts)
         result, pruned = simulate(allocation, 0), number % 4 == 3
         of = {"trial_id": number + 1}
         began = datetime(2026, 1, 1) + timedelta(seconds=10 * number)
@@ -264,6 +268,8 @@ def measure_workers(layers: int, workers: int, trials: int, sampler: str, most: 
         most: Seconds of the processor after which the search is stopped.
     """
     spec = make_spec(layers)
+    # The sampler goes by the trials' usual length; the store knows the wall clock, not this one.
+    history._usual_seconds = lambda trials: TRIAL_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         study = open_study(Path(folder), spec, sampler)
         pool = SimulatedPool(workers, most)

@@ -31,7 +31,7 @@ def searching(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Alloc
     each model for one proposal among the same asks."""
     study = optuna.create_study(sampler=BudgetSampler(BUDGET, seed=0))
     rng = np.random.default_rng(0)
-    for _ in range(40):
+    for _ in range(60):
         study.enqueue_trial(dict(zip(SPACE, BUDGET.uniform(rng).experts, strict=True)))
     running = [ask(study) for _ in range(workers)]
     while study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)):

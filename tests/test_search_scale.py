@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -258,10 +257,11 @@ def cluster() -> Iterator[Any]:
 
 
 class Trouble:
-    """Takes a node away while trials run on it, and adds another once a trial was lost."""
+    """Takes a node away while a trial runs on it, and adds another once the trial was lost."""
 
     def __init__(self, cluster: Any, study: optuna.Study) -> None:
         self.cluster, self.study = cluster, study
+        self.pool: RayPool | None = None
         self.lost: list[Ended] = []
         self.gone = self.fresh = ""
 
@@ -272,12 +272,21 @@ class Trouble:
             self.lost.append(update)
             if not self.fresh:
                 self.fresh = self.cluster.add_node(num_cpus=1).node_id
+                self.wait_for_the_new_worker()
         elif not self.gone and len(nodes_of(self.study)) == 3:
             here = next(r for r in store.records(self.study) if r.number == update.job.number)
             others = [n for n in self.cluster.worker_nodes if n.node_id != here.routing["node"]]
             victim = sorted(others, key=lambda n: n.node_id)[0]
             self.gone = victim.node_id
             self.cluster.remove_node(victim, allow_graceful=False)
+
+    def wait_for_the_new_worker(self) -> None:
+        """Let it come up before the others have done all the work."""
+        import ray
+
+        assert self.pool is not None
+        calls = [w.call for w in self.pool._workers if w.state.name == "LOADING"]
+        ray.wait(calls, num_returns=len(calls), timeout=300)
 
 
 def nodes_of(study: optuna.Study) -> set[str]:
@@ -301,13 +310,14 @@ def test_a_node_that_dies_loses_a_trial_and_one_that_joins_takes_over(
     def open_pool() -> RayPool:
         task = Task(ModelSource(), ADAPTER, TRAIN)
         pools.append(RayPool(task, data, workers=3, address=cluster.address, worker=NodeWorker))
+        trouble.pool = pools[0]
+        while pools[0].idle < 3:
+            pools[0].poll(60)
         return pools[0]
 
     try:
         Driver(study, SPEC, open_pool, rules, notify=trouble).run()
-    finally:
-        with contextlib.suppress(IndexError):
-            close(pools[0])
+    finally:  # the driver has closed the pool
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     records = store.records(study)
     states = Counter(record.state for record in records)

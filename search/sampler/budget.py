@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")
-_FEWEST_FOR_BATCHES = 32  # trials; before, each result changes the model a lot
+_FEWEST_FOR_BATCHES = 32  # observations; before, each result changes the model a lot
 _NEEDS = {"gp": "scipy", "cmaes": "cmaes"}  # packages that Optuna leaves to its users
 
 
@@ -88,7 +88,7 @@ class BudgetSampler(JointSampler):
             works = among
         waiting, taken = history.pending, history.taken
         share = results_per_model(len(waiting) + 1, history.seconds)
-        if share == 1 or len(taken) < _FEWEST_FOR_BATCHES:
+        if share == 1 or len(observations.values) < _FEWEST_FOR_BATCHES:
             self._batch = None
             return propose(works, self._features, observations, waiting, taken, rng)
         if self._batch is None or not self._batch.serves(works, history, share):
