@@ -194,7 +194,7 @@ def test_the_default_name_is_readable_and_finds_the_study_again(run: Run) -> Non
         ({"rungs": "soon"}, "'soon' is not a list of whole numbers"),
         ({"micro_batch": 99}, "micro_batch=99"),
         ({"max_length": 9999}, "--max-length 9999: the model's context is 512 tokens"),
-        ({"learning_rate": "nan"}, "learning_rate"),
+        ({"learning_rate": "nan"}, "--learning-rate"),
         ({"confirm_seeds": 1}, "--confirm-seeds 1 gives no interval"),
         ({"trial_timeout": 0}, "--trial-timeout"),
         ({"trial_timeout": "nan"}, "--trial-timeout nan is no number of seconds"),
