@@ -51,7 +51,7 @@ _TRIAL: dict[str, Check] = {
     "standard_error": lambda value: number(value) or (type(value) is float and math.isnan(value)),
     "train_seconds": number,
     "eval_seconds": number,
-    "routing": lambda value: isinstance(value, dict),
+    "routing": lambda value: isinstance(value, Mapping),
 }
 _CONCLUSION: dict[str, Check] = {
     "text": text,

@@ -9,10 +9,11 @@ import pytest
 from optuna.distributions import IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 from pretend_pool import no_waiting_for_the_disk
-from pretend_study import SEARCHED, searched_study
+from pretend_study import SEARCHED, empty_study, run_one, searched_study
 from sqlalchemy import event
 
 from mola.allocation import Allocation
+from mola.events import Finished
 from studies import store
 from studies.storage import connect
 from studies.trial_rows import PARAMS_ATTR, LazyJson
@@ -199,6 +200,15 @@ def test_a_large_attribute_is_decoded_when_somebody_looks(tmp_path: Path) -> Non
         assert dict(routing) == large
         assert routing["entropy"] == large["entropy"]
         assert len(routing) == 2
+
+
+def test_a_record_holds_the_routing_of_a_deep_model(tmp_path: Path) -> None:
+    large = {"load": [[0.25] * 10] * 50, "entropy": [0.5] * 50}
+    study = empty_study("mine", TrialStorage(connect(url_of(tmp_path), create=True)))  # type: ignore[arg-type]
+    trial = run_one(study, SEARCHED[0], end="leave")
+    store.complete(study, trial, Finished(10, 1.0, 0.75, 0.01, 3.0, 1.0, large))
+    (record,) = store.records(study)
+    assert dict(record.routing) == large
 
 
 def test_records_are_made_once_per_trial(tmp_path: Path) -> None:
