@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
@@ -148,8 +147,6 @@ def prepare(settings: Settings) -> Plan:
         )
     if settings.confirm_seeds == 1:
         raise ValueError("--confirm-seeds 1 gives no interval; use at least 2, or 0 for none")
-    if settings.trial_timeout is not None and math.isnan(settings.trial_timeout):
-        raise ValueError("--trial-timeout nan is no number of seconds")
     name = default_study_name(settings) if settings.study is None else settings.study
     rungs = check_rungs(settings.rungs, settings.steps)
     settings = replace(settings, study=name, rungs=rungs)

@@ -45,8 +45,8 @@ def optional(check: Check) -> Check:
 
 
 def each(check: Check) -> Check:
-    """Ask for a list of such values."""
-    return lambda value: isinstance(value, list) and all(map(check, value))
+    """Ask for a list of such values; a study in memory keeps what JSON would make a list."""
+    return lambda value: isinstance(value, (list, tuple)) and all(map(check, value))
 
 
 def texts(value: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -25,7 +25,7 @@ from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Connection, Select, select
 
-from studies.patient import PatientStorage
+from studies.patient import PatientStorage, StoreError
 from studies.trial_rows import TRIALS, Ranges, decode_attr, read_trials
 from studies.trial_writes import Writes, new_trial
 
@@ -77,11 +77,24 @@ class TrialStorage(BaseStorage):
             self._depth += 1
             try:
                 yield
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._fresh.clear()
-                    self._flush()
+            except StoreError:  # what could not be written now cannot be in the next moment
+                self._leave()
+                self._writes = Writes()
+                raise
+            except BaseException:
+                if self._leave():
+                    with suppress(StoreError):  # what happened first is what is told
+                        self._flush()
+                raise
+            if self._leave():
+                self._flush()
+
+    def _leave(self) -> bool:
+        """Leave an `at_once`; say whether it was the outermost."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._fresh.clear()
+        return self._depth == 0
 
     def create_new_study(
         self, directions: Sequence[StudyDirection], study_name: str | None = None

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 from pretend_pool import PretendPool, no_waiting_for_the_disk
-from pretend_study import SPEC, searched_study
+from pretend_study import SPEC, empty_study, searched_study
 from transformers import AutoTokenizer
 
 import search.compare
@@ -375,17 +375,16 @@ def test_a_trial_that_another_program_wrote_is_named(place: Path, key: str, valu
     ("params", "expected"),
     [
         ({f"experts_{i:02d}": 0.5 for i in range(6)}, "experts of layer 0 must be an integer"),
-        ({f"experts_{i:02d}": 3.0 for i in range(6)}, "must be an integer, got 3.0"),
+        ({f"experts_{i:02d}": 3.0 for i in range(6)}, "experts of layer 0 must be an integer"),
     ],
 )
 def test_a_trial_of_another_kind_is_named(
     place: Path, params: dict[str, float], expected: str
 ) -> None:
-    study = searched_study("mine", f"sqlite:///{place}", confirm_seeds=0)
+    study = empty_study("mine", f"sqlite:///{place}")
     ranges = dict.fromkeys(params, FloatDistribution(0, 9))
     study.add_trial(create_trial(value=0.1, params=params, distributions=ranges))
-    number = len(study.trials) - 1
-    assert f"trial {number}: {expected}"[:30] in refusal(search.status.main, "--study", "mine")
+    assert f"trial 0: {expected}"[:30] in refusal(search.status.main, "--study", "mine")
 
 
 def test_a_trial_that_was_completed_elsewhere_is_named(place: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_driver_killed_before_any_of_its_writes_loses_and_repeats_nothing(
 ) -> None:
     draw = random.Random(8)
     for _ in range(6):
-        killed = searches.start(tmp_path, *CONFIRM, die_at=draw.randrange(1, 900))
+        killed = searches.start(tmp_path, *CONFIRM, die_at=draw.randrange(1, 500))
         assert killed.wait() == -signal.SIGKILL
         finished = [t for t in study_of(tmp_path) if t.state in ("COMPLETE", "PRUNED")]
         if finished:
@@ -178,10 +178,11 @@ def test_a_suspended_driver_gives_up_nobody(searches: Nursery, tmp_path: Path) -
 def test_a_store_that_is_deleted_under_the_driver_is_saved(
     searches: Nursery, tmp_path: Path
 ) -> None:
-    search = searches.start(tmp_path, pace=PACE)
+    search = searches.start(tmp_path, pace=3 * PACE)
     wait_for(tmp_path / "err.txt", "trial 3 ")
     finished = [trial for trial in study_of(tmp_path) if trial.state == "COMPLETE"]
-    shutil.rmtree(tmp_path / "runs/mine")
+    (tmp_path / "runs/mine").rename(tmp_path / "gone")  # at once, whatever is being written there
+    shutil.rmtree(tmp_path / "gone")
     assert search.wait() == 1
     text = errors(tmp_path)
     assert "Error: runs/mine/study.db was moved, deleted or replaced while it was in use" in text

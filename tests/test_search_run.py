@@ -197,7 +197,7 @@ def test_the_default_name_is_readable_and_finds_the_study_again(run: Run) -> Non
         ({"learning_rate": "nan"}, "--learning-rate"),
         ({"confirm_seeds": 1}, "--confirm-seeds 1 gives no interval"),
         ({"trial_timeout": 0}, "--trial-timeout"),
-        ({"trial_timeout": "nan"}, "--trial-timeout nan is no number of seconds"),
+        ({"trial_timeout": "nan"}, "--trial-timeout': nan is not a finite number"),
         ({"sampler": "crystal-ball"}, "crystal-ball"),
         ({"study": "../elsewhere"}, "'../elsewhere' cannot name a folder"),
         ({"storage": "carrier-pigeon://x"}, "carrier-pigeon"),

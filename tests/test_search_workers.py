@@ -6,10 +6,12 @@ import gc
 import os
 import signal
 import socket
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -209,12 +211,23 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux's tables of sockets")
-def test_ray_listens_on_the_loopback_address_alone(pool: RayPool) -> None:
-    with socket.socket() as everywhere:
+def test_ray_listens_on_the_loopback_address_alone() -> None:
+    """In a process of its own: Ray reads once, when it is imported, where it may listen."""
+    program = (
+        "from search.workers.ray_runtime import connect; ray, _ = connect(None); "
+        "print('up', flush=True); input(); ray.shutdown()"
+    )
+    with (
+        socket.socket() as everywhere,
+        Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as process,
+    ):
         everywhere.bind(("0.0.0.0", 0))  # noqa: S104
         everywhere.listen()
-        assert listening(os.getpid()) - LOOPBACK == {"00000000"}, "the test sees what listens"
-    found = listening(os.getpid())
+        assert "00000000" in listening(os.getpid()), "the test sees what listens"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        found = listening(process.pid)
+        process.communicate("\n")
     assert found, "Ray listens"
     assert found <= LOOPBACK
 
