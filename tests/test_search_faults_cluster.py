@@ -62,9 +62,17 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
 
 def test_a_cluster_that_dies_is_a_clear_error_and_not_the_end_of_the_process(
-    head: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    head: tuple[str, int],
 ) -> None:
+    """In a process of its own: Ray reads once, when it is imported, whether it has a token."""
     address, session = head
+    program = f"import {__name__} as t; t.lose_cluster({address!r}, {session})"
+    done = subprocess.run([sys.executable, "-c", program], check=False)
+    assert done.returncode == 0
+
+
+def lose_cluster(address: str, session: int) -> None:
+    """Join a cluster, kill it during a trial, and go on until that is an error."""
     task = Task(ModelSource(), AdapterSettings(), TrainSettings(steps=4))
     pool = RayPool(task, None, workers=2, address=address, worker=Scripted)  # type: ignore[arg-type]
     try:
