@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from pretend_pool import no_waiting_for_the_disk
 from pretend_study import searched_study
+from small_disk import mounted
 from test_search_run import Run, pools, reports, run
 from transformers import PreTrainedModel
 
@@ -30,14 +29,8 @@ __all__ = ["no_waiting_for_the_disk", "pools", "reports", "run"]
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system needs to be root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "small", "4m") as folder:
+        yield folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:

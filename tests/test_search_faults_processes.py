@@ -20,6 +20,7 @@ from pretend_search import (
     study_of,
     wait_for,
 )
+from small_disk import mounted
 
 CONFIRM = ("--confirm-seeds", "2")
 PACE = 0.02  # seconds of a poll, so that a search lasts about two
@@ -34,14 +35,8 @@ def searches() -> Iterator[Nursery]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.5 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system needs to be root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "small", "1500k") as folder:
+        yield folder
 
 
 def errors(folder: Path) -> str:
