@@ -98,6 +98,7 @@ def test_a_signal_stops_cleanly_and_the_same_command_goes_on(
 def test_a_second_signal_stops_at_once(searches: Nursery, tmp_path: Path) -> None:
     stopped = searches.start(tmp_path, pace=600)
     wait_for(tmp_path / "err.txt", "trials to run")
+    subprocess.run(["sleep", "1"], check=True)  # until it waits for its workers
     stopped.signal(signal.SIGINT)
     stopped.signal(signal.SIGTERM)
     assert stopped.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # they may overtake
