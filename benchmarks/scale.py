@@ -5,9 +5,9 @@
 
 `store`: a study of many finished trials is opened, asked, told and reported on, at a quarter, a
 half and the whole of its length, and once as an older version has left it. `workers`: the driver
-with simulated workers, whose trials last a second of the driver's own processor time, so that other
-programs' load does not count, and in which waiting is skipped. `memory`: real proxies in a row on
-the built-in model, in one worker. Each measurement has a process of its own.
+with simulated workers, whose trials last a second by the clock, so that nothing else should run.
+`memory`: real proxies in a row on the built-in model, in one worker. Each measurement of a store
+has a process of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mola.events import Event, Finished, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules, StopRequestedError
 from search.pruner import make_pruner
-from search.sampler import history, make_sampler
+from search.sampler import make_sampler
 from search.workers.pool import Failed, Job, Memory
 from studies import store
 from studies.encoding import distributions, to_params
@@ -190,12 +190,12 @@ def clocked(name: str, action: Callable[[], Any]) -> Any:
 
 
 class SimulatedPool:
-    """Workers whose trials take TRIAL_SECONDS of this process's processor time.
+    """Workers whose trials take TRIAL_SECONDS and nothing else.
 
     Attributes:
         busy: Seconds in which workers had a trial, all workers together.
-        elapsed: Seconds from the first trial to the end.
-        processor: Seconds of the processor, of these.
+        elapsed: Seconds from the first trial's start to the last one's.
+        processor: Seconds of the processor in all, of all threads.
         done: Trials that ended.
     """
 
@@ -204,39 +204,42 @@ class SimulatedPool:
         self.busy = self.elapsed = self.processor = 0.0
         self.done = 0
         self._most = most_seconds
-        self._began = time.process_time()
-        self._skipped = 0.0  # waiting that was left out
-        self._ends: dict[int, float] = {}
-        self._jobs: dict[int, Job] = {}
+        self._began = time.monotonic()
+        self._processor = time.process_time()
+        self._running: dict[int, tuple[float, Job]] = {}  # when it ends, by number
 
     def is_late(self) -> bool:
         """Say whether the measurement has taken long enough."""
-        return time.process_time() - self._began > self._most
+        return time.monotonic() - self._began > self._most
 
     @property
     def idle(self) -> int:
         """Number of workers without a trial."""
-        return self.size - len(self._jobs)
+        return self.size - len(self._running)
 
     def start(self, job: Job) -> None:
         """Start a trial."""
-        if not self._jobs and not self.done:
-            self._began = time.process_time()
-        self._jobs[job.number] = job
-        self._ends[job.number] = self._now() + TRIAL_SECONDS
+        now = time.monotonic()
+        if not self._running and not self.done:
+            self._began, self._processor = now, time.process_time()
+        self._running[job.number] = now + TRIAL_SECONDS, job
+        self.elapsed = now - self._began
+        self.busy = TRIAL_SECONDS * (self.done + len(self._running)) - sum(
+            end - now for end, _ in self._running.values() if end > now
+        )
 
     def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed | Memory]]:
-        """Give the trials that have ended; skip to the end of the next one if there is none."""
-        if self._ends:
-            self._skipped += max(0.0, min(self._ends.values()) - self._now())
-        now = self._now()
+        """Wait for the next end, and give the trials that have ended."""
+        if self._running:
+            until = min(end for end, _ in self._running.values()) - time.monotonic()
+            time.sleep(max(0.0, min(until, timeout_seconds)))
+        now = time.monotonic()
         events: list[tuple[int, Event | Failed | Memory]] = []
-        for number in [number for number, end in self._ends.items() if end <= now]:
-            del self._ends[number]
-            job = self._jobs.pop(number)
-            self.busy += TRIAL_SECONDS
-            self.done += 1
-            events += [(number, Step(10, 1.0)), (number, simulate(job.allocation, job.seed))]
+        for number, (end, job) in list(self._running.items()):
+            if end <= now:
+                del self._running[number]
+                self.done += 1
+                events += [(number, Step(10, 1.0)), (number, simulate(job.allocation, job.seed))]
         return events
 
     def resume(self, number: int) -> None:
@@ -244,17 +247,11 @@ class SimulatedPool:
 
     def stop(self, number: int) -> None:
         """End a trial."""
-        self._jobs.pop(number, None)
-        self._ends.pop(number, None)
+        self._running.pop(number, None)
 
     def close(self) -> None:
         """End the simulation."""
-        self.elapsed = self._now()
-        self.processor = time.process_time() - self._began
-        self.busy += sum(self.elapsed - end + TRIAL_SECONDS for end in self._ends.values())
-
-    def _now(self) -> float:
-        return time.process_time() - self._began + self._skipped
+        self.processor = time.process_time() - self._processor
 
 
 def measure_workers(layers: int, workers: int, trials: int, sampler: str, most: float) -> None:
@@ -265,11 +262,9 @@ def measure_workers(layers: int, workers: int, trials: int, sampler: str, most: 
         workers: Number of them.
         trials: Of the search.
         sampler: Its name.
-        most: Seconds of the processor after which the search is stopped.
+        most: Seconds after which the search is stopped.
     """
     spec = make_spec(layers)
-    # The sampler goes by the trials' usual length; the store knows the wall clock, not this one.
-    history._usual_seconds = lambda trials: TRIAL_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         study = open_study(Path(folder), spec, sampler)
         pool = SimulatedPool(workers, most)
@@ -320,7 +315,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5000, help="finished ones in the store")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--sampler", default="budget")
-    parser.add_argument("--seconds", type=float, default=120, help="of the processor, per search")
+    parser.add_argument("--seconds", type=float, default=120, help="a search takes at most")
     parser.add_argument("--root", type=Path, help="measure the study that lies here, and no more")
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -54,6 +54,13 @@ class Allocation:
         if not counts:
             raise ValueError("an allocation needs at least one layer, but experts is empty")
         object.__setattr__(self, "experts", counts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a sampler asks for those of all trials, for each proposal
+        return hash(self.experts)
 
     @property
     def total(self) -> int:

@@ -249,17 +249,18 @@ class Driver:
         pool = self._pool
         if announce:
             self._announce(propose)
-        while pool is not None and (self._running or self._due(propose)):
-            if self.stop_requested():
-                raise StopRequestedError("stopped by the user")
-            with store.at_once(self.study):
-                while pool.idle and self._due(propose):
-                    self._start_next(pool)
-            events = pool.poll(POLL_SECONDS)
+        events: list[tuple[int, Event | Failed | Memory]] = []
+        while pool is not None and (events or self._running or self._due(propose)):
+            # What a worker is to do next comes after what it has done, in the same transaction.
             with store.at_once(self.study):
                 for number, event in events:
                     self._handle(pool, number, event)
                 self._end_overdue(pool)
+                if self.stop_requested():
+                    raise StopRequestedError("stopped by the user")
+                while pool.idle and self._due(propose):
+                    self._start_next(pool)
+            events = pool.poll(POLL_SECONDS) if self._running or self._due(propose) else []
 
     def _end_overdue(self, pool: Pool) -> None:
         """Give up the trials whose workers hang."""

@@ -54,11 +54,11 @@ def outlook(study: optuna.Study, budget: ExpertBudget, fresh_seeds: int) -> Outl
         None with fewer than LEAST measured allocations.
     """
     history = read_history(all_trials(study), budget, study.direction)
-    if len(history.measured) < LEAST:
+    if len(history.measured.allocations) < LEAST:
         return None
-    model = fit(FeatureMap(budget), history.observations)
+    model = fit(FeatureMap(budget), history.measured.observations)
     first = model.features.first
-    counts = history.observations.counts
+    counts = history.measured.observations.counts
     best = counts[model.mean(counts).argmin()]  # [L]
     tables = model.samples(_DRAWS, np.random.default_rng(0))  # [S, L, V]
     optima = best_additive(tables, budget, first)  # [S, L]

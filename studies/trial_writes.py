@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import Any
 
 from optuna.distributions import distribution_to_json
 from optuna.storages._rdb import models
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Delete,
+    Insert,
+    Table,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from studies.trial_rows import (
     PARAMS,
@@ -184,11 +196,21 @@ def _replace(
         values: The other columns.
         rows: `of`, `name`: the key; then the values as `text` and `kind`.
     """
-    if not rows:
-        return
-    columns = dict(zip((*key, *values), ("of", "name", "text", "kind"), strict=False))
+    if rows:
+        old, fresh = _replacement(table, key, values)
+        connection.execute(old, [{"of": row["of"], "name": row["name"]} for row in rows])
+        connection.execute(fresh, rows)
+
+
+@lru_cache(maxsize=8)
+def _replacement(
+    table: Table, key: tuple[str, str], values: tuple[str, ...]
+) -> tuple[Delete, Insert]:
+    """Give the two statements of `_replace`; to build them takes as long as to execute them."""
+    fields = ("of", "name", "text", "kind")
     owner, name = (table.c[column] for column in key)
     old = delete(table).where(owner == bindparam("of"), name == bindparam("name"))
-    connection.execute(old, [{"of": row["of"], "name": row["name"]} for row in rows])
-    fresh = [{column: row[field] for column, field in columns.items()} for row in rows]
-    connection.execute(insert(table), fresh)
+    columns: dict[str, Any] = {
+        c: bindparam(field) for c, field in zip((*key, *values), fields, strict=False)
+    }
+    return old, insert(table).values(columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import optuna
@@ -11,6 +12,7 @@ import pytest
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler import BudgetSampler, batch, budget
 from search.sampler.batch import _spread, results_per_model
+from search.sampler.history import History
 from studies.encoding import distributions, from_params
 
 BUDGET = ExpertBudget(10, 40, 1, 8)
@@ -26,7 +28,9 @@ def tell(study: optuna.Study, trial: optuna.Trial) -> None:
     study.tell(trial, -sum(math.log1p(n) / (1 + layer) for layer, n in enumerate(experts)))
 
 
-def searching(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Allocation], list[int]]:
+def searching(
+    workers: int, monkeypatch: pytest.MonkeyPatch, asks: int = 20
+) -> tuple[list[Allocation], list[int]]:
     """Keep so many trials running; give the last proposals, and a 1 for each batch and an 0 for
     each model for one proposal among the same asks."""
     study = optuna.create_study(sampler=BudgetSampler(BUDGET, seed=0))
@@ -51,20 +55,48 @@ def searching(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Alloc
     monkeypatch.setattr(batch.Batch, "__init__", make)
     monkeypatch.setattr(budget, "propose", propose)
     asked = []
-    for _ in range(20):
+    for _ in range(asks):
         tell(study, running.pop(0))
         running.append(ask(study))
         asked.append(from_params(running[-1].params))
-    others = {from_params(t.params) for t in study.get_trials(deepcopy=False)[:-20]}
+    others = {from_params(t.params) for t in study.get_trials(deepcopy=False)[:-asks]}
     assert not others & set(asked)
     return asked, made
 
 
 def test_many_workers_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, made = searching(20, monkeypatch)
-    assert made in ([1], [1, 1])
+    assert made == [1]
     assert len(set(asked)) == 20
     assert all(allocation in BUDGET for allocation in asked)
+
+
+def test_the_same_results_give_the_same_proposals_however_long_a_model_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, _ = searching(20, monkeypatch, asks=45)
+    inside = batch.Batch.__init__
+
+    def slowly(self: batch.Batch, *args: object) -> None:
+        inside(self, *args)  # type: ignore[arg-type]
+        waited.wait(0.05)
+
+    waited = threading.Event()
+    monkeypatch.setattr(batch.Batch, "__init__", slowly)
+    assert searching(20, monkeypatch, asks=45)[0] == at_once
+
+
+def test_the_next_model_knows_the_results_that_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[int] = []
+    inside = batch.Batch.__init__
+
+    def note(self: batch.Batch, among: object, features: object, history: History, *rest: object):  # type: ignore[no-untyped-def]
+        known.append(len(history.full))
+        inside(self, among, features, history, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(batch.Batch, "__init__", note)
+    searching(20, monkeypatch, asks=64)
+    assert known == [41, 61, 82]  # of 105; one that is made knows what came before it was begun
 
 
 def test_few_workers_get_a_model_for_each_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +106,16 @@ def test_few_workers_get_a_model_for_each_proposal(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_is_shared_by_no_more_results_than_come_in_a_second() -> None:
-    assert results_per_model(8, 0.1) == 1
-    assert results_per_model(64, 1.0) == 64
-    assert results_per_model(64, 0.1) == 64
-    assert results_per_model(64, 16.0) == 4
-    assert results_per_model(64, 600.0) == 1
-    assert results_per_model(64, math.inf) == 1
+    assert results_per_model(8, 0.1, 1000) == 1
+    assert results_per_model(64, 1.0, 1000) == 64
+    assert results_per_model(64, 0.1, 1000) == 64
+    assert results_per_model(64, 16.0, 1000) == 4
+    assert results_per_model(64, 600.0, 1000) == 1
+    assert results_per_model(64, math.inf, 1000) == 1
+
+
+def test_the_first_models_are_shared_by_few() -> None:
+    assert [results_per_model(64, 1.0, known) for known in (0, 2, 3, 20, 100)] == [1, 1, 2, 10, 50]
 
 
 def test_contrasts_that_tell_the_same_come_last() -> None:

@@ -73,7 +73,7 @@ def long_study(trials: int) -> optuna.Study:
 
 def test_of_a_long_history_the_best_the_latest_and_some_of_all_others_are_looked_at() -> None:
     study = long_study(900)
-    seen = read_history(all_trials(study), BUDGET, study.direction).observations
+    seen = read_history(all_trials(study), BUDGET, study.direction).measured.observations
     values = [trial.value for trial in study.trials]
     assert len(seen.values) == 400
     assert set(sorted(values)[:200]) <= set(seen.values.tolist())
@@ -86,7 +86,7 @@ def test_of_a_long_history_the_best_the_latest_and_some_of_all_others_are_looked
 
 def test_a_history_of_five_hundred_is_looked_at_whole() -> None:
     study = long_study(500)
-    seen = read_history(all_trials(study), BUDGET, study.direction).observations
+    seen = read_history(all_trials(study), BUDGET, study.direction).measured.observations
     assert seen.values.tolist() == [trial.value for trial in study.trials]
 
 

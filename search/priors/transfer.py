@@ -11,6 +11,7 @@ Notation: L layers of the new search, S of the other one, V numbers of experts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,11 +143,11 @@ def learn_worth(
         of trials of each measured allocation.
     """
     history = read_history(all_trials(study), budget, study.direction)
-    trials = {a: history.measured.count(a) for a in history.measured}
+    trials = dict(Counter(history.measured.allocations))
     if not trials:
         return (), trials
     believed = [prior.belief for prior in recorded(study)]
-    model = fit(FeatureMap(budget, believed), history.observations)
+    model = fit(FeatureMap(budget, believed), history.measured.observations)
     tables = model.tables()  # [S, V]
     levels = np.log1p(model.features.first + np.arange(tables.shape[1]))
     levels = levels - levels.mean()

@@ -60,7 +60,7 @@ def worth_by_layer(
     """
     trials = study.get_trials(deepcopy=False)
     history = read_history(trials, budget, study.direction)
-    if len(history.measured) < FEWEST:
+    if len(history.measured.allocations) < FEWEST:
         return []
     model = _Differences(history, budget, base)
     changes = [_one_more(model, budget, layer) for layer in range(budget.num_layers)]
@@ -79,11 +79,11 @@ class _Differences:
     def __init__(self, history: History, budget: ExpertBudget, base: Allocation) -> None:
         self.base: Ints = np.array(base.experts, dtype=np.int64)
         features = FeatureMap(budget)
-        self._model = fit(features, history.observations)
+        self._model = fit(features, history.measured.observations)
         # A pending trial at the base narrows the deviation elsewhere by as much as both have in
         # common: V(x | base) = V(x) - C(x, base)^2 / (V(base) + noise), and at the base itself
         # V(base | base) = V(base) noise / (V(base) + noise), which gives the noise.
-        self._narrowed = fit(features, history.observations, self.base[None])
+        self._narrowed = fit(features, history.measured.observations, self.base[None])
         mean, deviation = self._model.mean_and_deviation(self.base[None])
         _, narrow = self._narrowed.mean_and_deviation(self.base[None])
         self._mean, self._variance = float(mean[0]), float(deviation[0]) ** 2

@@ -11,7 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from mola.allocation import Allocation, ExpertBudget
-from search.sampler.batch import Batch, results_per_model
+from search.sampler.batch import Batches, results_per_model
 from search.sampler.cma import CmaEsSampler
 from search.sampler.failures import without_failures
 from search.sampler.features import Belief, FeatureMap
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 SAMPLERS = ("budget", "tpe", "gp", "cmaes", "random")
-_FEWEST_FOR_BATCHES = 32  # observations; before, each result changes the model a lot
 _NEEDS = {"gp": "scipy", "cmaes": "cmaes"}  # packages that Optuna leaves to its users
 
 
@@ -71,7 +70,7 @@ class BudgetSampler(JointSampler):
                     f"the prior {prior} has {layers} layers, expected {budget.num_layers}"
                 )
         self._features = FeatureMap(budget, priors)
-        self._batch: Batch | None = None
+        self._batches: Batches | None = None
 
     def propose(
         self,
@@ -82,19 +81,19 @@ class BudgetSampler(JointSampler):
         rng: np.random.Generator,
     ) -> Allocation:
         """Propose by the model."""
-        observations = history.observations
-        works = without_failures(among, history.failed, observations.counts)
-        if all_in(history.taken, works):
-            works = among
+        works = among
+        if len(history.failed):
+            works = without_failures(among, history.failed, history.measured.observations.counts)
+            works = among if all_in(history.taken, works) else works
         waiting, taken = history.pending, history.taken
-        share = results_per_model(len(waiting) + 1, history.seconds)
-        if share == 1 or len(observations.values) < _FEWEST_FOR_BATCHES:
-            self._batch = None
+        share = results_per_model(len(waiting) + 1, history.seconds, len(history.full))
+        if share == 1:
+            self._batches = None
+            observations = history.measured.observations
             return propose(works, self._features, observations, waiting, taken, rng)
-        if self._batch is None or not self._batch.serves(works, history, share):
-            learnt = None if self._batch is None else self._batch.learnt
-            self._batch = Batch(works, self._features, history, rng, learnt)
-        return self._batch.next(taken, rng)
+        if self._batches is None:
+            self._batches = Batches(self._features)
+        return self._batches.next(works, history, share, rng)
 
 
 def posterior_means(
@@ -113,12 +112,12 @@ def posterior_means(
     """
     trials = all_trials(study) if trials is None else trials
     history = read_history(trials, budget, study.direction)
-    if not history.measured:
+    if not history.measured.allocations:
         return {}
-    model = fit(FeatureMap(budget), history.observations)
+    model = fit(FeatureMap(budget), history.measured.observations)
     sign = -1.0 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1.0
-    means = sign * model.mean(history.observations.counts)
-    return {a: float(mean) for a, mean in zip(history.measured, means, strict=True)}
+    means = sign * model.mean(history.measured.observations.counts)
+    return {a: float(mean) for a, mean in zip(history.measured.allocations, means, strict=True)}
 
 
 def make_sampler(
