@@ -36,9 +36,10 @@ from mola.allocation import Allocation
 from mola.demo import DEFAULTS
 from mola.events import Event, Finished, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
-from search.driver import Driver, Rules, StopRequestedError
+from search.driver import Driver, Rules
 from search.pruner import make_pruner
 from search.sampler import make_sampler
+from search.trials import StopRequestedError
 from search.workers.pool import Failed, Job, Memory
 from studies import store
 from studies.encoding import distributions, to_params

@@ -61,10 +61,10 @@ def open_study(plan: Plan) -> Iterator[Opened]:
 
     from search.console.results import study_folder
     from search.console.trouble import StoreTrouble
-    from search.driver import StopRequestedError
     from search.pruner import make_pruner
     from search.sampler import make_sampler
     from search.sampler.projected import ProjectedSampler
+    from search.trials import StopRequestedError
     from studies import store
     from studies.claim import claim
 
@@ -164,13 +164,15 @@ def search(
     from rich.console import Console
 
     from search.console.display import Board, display
-    from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
+    from search.driver import Driver, Rules
     from search.plan import most_replicates
     from search.priors.named import named
     from search.report.dashboard import Dashboard
+    from search.trials import StopRequestedError, TooManyFailuresError
     from search.updates import Note
     from search.workers.pool import PoolError
     from studies.patient import StoreError
+    from studies.records import ForeignDataError
     from studies.store import records
 
     settings, budget, study = plan.settings, plan.spec.budget, opened.study
@@ -216,11 +218,11 @@ def search(
                     stop_requested=stop_requested,
                 )
                 conclusion = driver.run()
-        except StoreError as error:
+        except (StoreError, ForeignDataError) as error:
             return _stopped(plan, error, go_on=go_on)
         except (KeyboardInterrupt, StopRequestedError, TooManyFailuresError, PoolError) as error:
             return _stopped(plan, error, signals.received, go_on)
-    if not driver.started and not settings.quiet:
+    if not driver.trials.started and not settings.quiet:
         done = f"{driver.goal} allocations are measured; a higher --trials goes on with it"
         if driver.settled:
             done = "nothing is left to gain; --patience none goes on with it"

@@ -114,6 +114,10 @@ class TrialRecord:
     ended: datetime | None = None
 
 
+class ForeignDataError(ValueError):
+    """Another program wrote to a study what this one cannot understand; one line."""
+
+
 def study_spec(study: optuna.Study) -> StudySpec:
     """Read what a study searches.
 
@@ -168,13 +172,13 @@ def records(study: optuna.Study) -> list[TrialRecord]:
     is left out.
 
     Raises:
-        ValueError: Another program wrote the study or one of its trials.
+        ForeignDataError: Another program wrote the study or one of its trials.
     """
     all_trials = study.get_trials(deepcopy=False)
     try:
         return [record for record in _reader(study)(all_trials) if record is not None]
     except ValueError as error:
-        raise ValueError(f"the study {study.study_name!r}: {error}") from None
+        raise ForeignDataError(f"the study {study.study_name!r}: {error}") from None
 
 
 def write_trials_csv(study: optuna.Study, path: Path) -> None:

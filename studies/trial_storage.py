@@ -17,8 +17,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-import optuna
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
@@ -32,6 +32,13 @@ from studies.trial_writes import Writes, new_trial
 _AT_ONCE = 500  # ids in one query
 
 Answer = TypeVar("Answer")
+
+
+class EndedElsewhereError(OptunaError):
+    """Trials were ended by another program, so that how they ended here is not written.
+
+    No `UpdateFinishedTrialError`, which Optuna takes for something about the trial in its hands.
+    """
 
 
 @dataclass
@@ -282,7 +289,9 @@ class TrialStorage(BaseStorage):
         def write() -> tuple[list[int], FrozenTrial | None]:
             with self._backend.engine.begin() as connection:
                 refused = writes.write(connection)
-                return refused, None if trial_of is None else new_trial(connection, trial_of)
+                if trial_of is None or refused:
+                    return refused, None
+                return refused, new_trial(connection, trial_of)
 
         try:
             refused, trial = self._backend.patiently(write)
@@ -291,7 +300,7 @@ class TrialStorage(BaseStorage):
             raise
         if refused:
             self._studies.clear()
-            raise optuna.exceptions.UpdateFinishedTrialError(
+            raise EndedElsewhereError(
                 f"somebody else has ended {len(refused)} running trials of this process"
             )
         return trial

@@ -22,10 +22,11 @@ from pretend_pool import (
 from mola.allocation import Allocation, ExpertBudget
 from mola.events import Event, Rung, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
-from search.driver import Driver, Rules, StopRequestedError, TooManyFailuresError
+from search.driver import Driver, Rules
 from search.patience import LEAST
 from search.priors.named import named, named_allocations
 from search.sampler import BudgetSampler
+from search.trials import StopRequestedError, TooManyFailuresError
 from search.updates import Ended, Note, Phase, Progress, Update
 from search.workers.pool import Failed, Job, Memory
 from studies.records import SPEC_ATTR
@@ -147,7 +148,7 @@ def test_a_finished_study_starts_no_worker(tmp_path: Path) -> None:
 
     driver = Driver(open_(tmp_path), SPEC, no_pool, RULES)
     driver.run()
-    assert driver.started == 0
+    assert driver.trials.started == 0
 
 
 def test_more_trials_go_on_with_a_finished_study(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from pretend_pool import PretendPool, finished, train
 from test_search_driver import RULES, SPEC, drive, fresh_study, own
 
 import search.driver
+import search.trials
 from mola.allocation import Allocation
 from mola.events import Event, Rung
 from mola.settings import AdapterSettings, TrainSettings, with_less_memory
 from search.deadline import LEAST_SECONDS, SILENT_SECONDS, Deadline
-from search.driver import TooManyFailuresError
 from search.priors.named import named
+from search.trials import TooManyFailuresError
 from search.workers.clock import LONGEST_GAP_SECONDS, AwakeClock
 from search.workers.pool import Failed, Job, PoolError
 from search.workers.ray_runtime import PACKAGES, _wants_token, connect
@@ -39,7 +40,7 @@ class Beating:
 
 @pytest.fixture
 def beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search.driver, "AwakeClock", Beating)
+    monkeypatch.setattr(search.trials, "AwakeClock", Beating)
 
 
 def first_time_only(wrong: list[Event | Failed]) -> PretendPool:
@@ -107,7 +108,7 @@ def test_the_deadline_of_a_search_that_goes_on_knows_the_trials_so_far() -> None
     )
     driver = search.driver.Driver(study, SPEC, PretendPool, RULES)
     driver.run()
-    assert driver._deadline.slowest == 600.0
+    assert driver.trials._deadline.slowest == 600.0
 
 
 def test_neither_a_jump_nor_a_suspension_makes_the_time_awake(

@@ -17,7 +17,7 @@ from mola.events import Finished
 from studies import store
 from studies.storage import connect
 from studies.trial_rows import PARAMS_ATTR, LazyJson
-from studies.trial_storage import TrialStorage
+from studies.trial_storage import EndedElsewhereError, TrialStorage
 
 __all__ = ["no_waiting_for_the_disk"]
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
@@ -150,7 +150,7 @@ def test_a_trial_that_somebody_else_has_ended_is_not_overwritten(tmp_path: Path)
     study, other = open_(tmp_path), open_(tmp_path)
     trial = study.ask()
     other.tell(trial.number, state=TrialState.FAIL)
-    with pytest.raises(optuna.exceptions.UpdateFinishedTrialError, match="somebody else"):
+    with pytest.raises(EndedElsewhereError, match="somebody else"):
         study.tell(trial, 1.0)
     assert by_optuna(tmp_path)[0].state == TrialState.FAIL
     assert study.trials[0].state == TrialState.FAIL
