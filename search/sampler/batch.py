@@ -27,7 +27,7 @@ from search.sampler.surrogate import Posterior
 _MANY = 16  # workers; with fewer each result is waited for
 _MODEL_SECONDS = 1.0  # between two models at least, as far as the trials' usual length tells
 _FEWEST = 3  # trials before there is a model, see proposal.py
-_NEWS = 0.5  # of the results so far, which a model may lack
+_NEWS = 0.25  # of the results so far, which a model may lack
 _GROWTH = 1.1  # of the finished allocations, before the variances are learnt again
 _ALIKE = 0.9  # cosine of two contrasts that tell the same
 _MODELS = ThreadPoolExecutor(1, "model")
