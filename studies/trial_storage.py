@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.exceptions import OptunaError
@@ -23,15 +21,11 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import Connection, Select, select
 
 from studies.patient import PatientStorage, StoreError
-from studies.trial_rows import TRIALS, Ranges, decode_attr, read_trials
+from studies.trial_memory import Known, TrialMemory, twin_of
+from studies.trial_rows import Ranges, decode_attr
 from studies.trial_writes import Writes, new_trial
-
-_AT_ONCE = 500  # ids in one query
-
-Answer = TypeVar("Answer")
 
 
 class EndedElsewhereError(OptunaError):
@@ -41,28 +35,8 @@ class EndedElsewhereError(OptunaError):
     """
 
 
-@dataclass
-class _Known:
-    """What is known of a study.
-
-    Attributes:
-        trials: By number, in order.
-        open: Those that are not finished, by id.
-        ours: Ids of running trials that this process started.
-        last_finished: Highest id of a finished trial; later ones may still be unknown.
-    """
-
-    trials: dict[int, FrozenTrial] = field(default_factory=dict)
-    open: dict[int, FrozenTrial] = field(default_factory=dict)
-    ours: set[int] = field(default_factory=set)
-    last_finished: int = -1
-
-
 class TrialStorage(BaseStorage):
     """An Optuna storage in a database, for one process that writes and any number that read.
-
-    Trials that this process started are taken from memory, unless somebody else has ended them;
-    trials of others are read when they are new or not finished.
 
     Args:
         backend: The database.
@@ -70,8 +44,7 @@ class TrialStorage(BaseStorage):
 
     def __init__(self, backend: PatientStorage) -> None:
         self._backend = backend
-        self._studies: dict[int, _Known] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # study and number by the trial's id
+        self._memory = TrialMemory(backend)
         self._lock = threading.RLock()
         self._writes = Writes()
         self._depth = 0  # of `at_once`
@@ -113,7 +86,7 @@ class TrialStorage(BaseStorage):
         """Delete a study."""
         with self._lock:
             self._backend.delete_study(study_id)
-            self._studies.pop(study_id, None)
+            self._memory.forget(study_id)
 
     def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
         """Write an attribute of a study."""
@@ -157,8 +130,8 @@ class TrialStorage(BaseStorage):
             self._update(study_id)
             trial = self._flush(study_id)
             assert trial is not None
-            known = self._studies[study_id]
-            self._keep(study_id, [trial])
+            known = self._memory[study_id]
+            self._memory.keep(study_id, [trial])
             known.ours.add(trial._trial_id)
             return trial._trial_id
 
@@ -193,7 +166,7 @@ class TrialStorage(BaseStorage):
                 backend = self._backend_after_flush()
                 if not backend.set_trial_state_values(trial_id, state, values):
                     return False
-                self._own(trial_id)
+                self._memory.own(trial_id)
                 return True
         with self._written():
             trial, now = self._changed(trial_id), datetime.now()
@@ -233,10 +206,9 @@ class TrialStorage(BaseStorage):
         """Give a trial; one that is not finished as a copy, which Optuna's `Trial` writes to."""
         with self._lock:
             known = self._known(trial_id)
-            study_id, number = self._places[trial_id]
             if trial_id in known.open and trial_id not in known.ours:
-                self._update(study_id)
-            trial = known.trials[number]
+                self._update(self._memory.study_of(trial_id))
+            trial = self._memory.trial(trial_id)
             return trial if trial.state.is_finished() else _copy(trial)
 
     def get_all_trials(
@@ -248,7 +220,7 @@ class TrialStorage(BaseStorage):
         """Give a study's trials, by number."""
         with self._lock:
             self._update(study_id)
-            known = self._studies[study_id]
+            known = self._memory[study_id]
             if states is not None and not any(s.is_finished() and s in states for s in TrialState):
                 some = sorted(known.open.values(), key=lambda t: t.number)
                 trials = [t for t in some if t.state in states]
@@ -296,138 +268,44 @@ class TrialStorage(BaseStorage):
         try:
             refused, trial = self._backend.patiently(write)
         except BaseException:
-            self._studies.clear()
+            self._memory.forget()
             raise
         if refused:
-            self._studies.clear()
+            self._memory.forget()
             raise EndedElsewhereError(
                 f"somebody else has ended {len(refused)} running trials of this process"
             )
         return trial
 
-    def _known(self, trial_id: int) -> _Known:
-        """Give what is known of a trial's study, the trial itself included.
-
-        Raises:
-            KeyError: There is no such trial.
-        """
-        if trial_id not in self._places or self._places[trial_id][0] not in self._studies:
-            columns = select(TRIALS.c.study_id).where(TRIALS.c.trial_id == trial_id)
-            study_id = self._query(lambda c: c.execute(columns).scalar_one_or_none())
-            if study_id is None:
-                raise KeyError(f"there is no trial with the id {trial_id}")
-            self._update(study_id)
-        return self._studies[self._places[trial_id][0]]
-
     def _changed(self, trial_id: int) -> FrozenTrial:
-        """Put a copy of a trial in its place, to be written to.
+        """Give a trial that may be written to.
 
         Raises:
             UpdateFinishedTrialError: It is finished.
             KeyError: There is no such trial.
         """
-        known = self._known(trial_id)
-        _, number = self._places[trial_id]
-        trial = known.trials[number]
-        self.check_trial_is_updatable(trial_id, trial.state)
-        known.trials[number] = known.open[trial_id] = changed = _twin(trial)
-        return changed
+        self.check_trial_is_updatable(trial_id, self._memory.trial(trial_id).state)
+        return self._memory.change(trial_id)
 
-    def _own(self, trial_id: int) -> None:
-        """Take over a trial that this process has just started."""
-        known = self._known(trial_id)
-        if known.trials[self._places[trial_id][1]].state != TrialState.RUNNING:
-            self._read(self._places[trial_id][0], [trial_id])
-        known.ours.add(trial_id)
+    def _known(self, trial_id: int) -> Known:
+        return self._memory[self._memory.study_of(trial_id)]
 
     def _update(self, study_id: int) -> None:
-        """Read what is new or may have changed.
+        """Read what is new, once while an `at_once` lasts.
 
         Raises:
             KeyError: There is no such study.
         """
-        if study_id in self._fresh and study_id in self._studies:
-            return
-        known = self._studies.get(study_id)
-        if known is None:
-            self._backend.get_study_directions(study_id)  # raises where there is no such study
-            self._studies[study_id] = _Known()
-            of_study = select(TRIALS.c.trial_id).where(TRIALS.c.study_id == study_id)
-            self._read(study_id, of_study)
-        else:
-            news = self._news(study_id, known)
-            for part in _parts(news):
-                self._read(study_id, part)
-        if self._depth:
-            self._fresh.add(study_id)
-
-    def _news(self, study_id: int, known: _Known) -> list[int]:
-        """Find the trials that are new, have another state, or run in another process."""
-        ids = TRIALS.c.trial_id
-        some = select(ids, TRIALS.c.state).where(TRIALS.c.study_id == study_id)
-        rows = self._query(partial(_rows, some.where(ids > known.last_finished)))
-        for part in _parts([i for i in known.open if i <= known.last_finished]):
-            rows += self._query(partial(_rows, some.where(ids.in_(part))))
-        theirs = known.open.keys() - known.ours
-        news = []
-        for trial_id, state in rows:
-            place = self._places.get(trial_id)
-            trial = None if place is None else known.trials.get(place[1])
-            changed = trial is None or (trial_id in known.open and trial.state != state)
-            if changed or (state == TrialState.RUNNING and trial_id in theirs):
-                news.append(trial_id)
-        return news
-
-    def _read(self, study_id: int, ids: Sequence[int] | Select[tuple[int]]) -> None:
-        self._keep(study_id, self._query(lambda c: read_trials(c, lambda id_: id_.in_(ids))))
-
-    def _query(self, ask: Callable[[Connection], Answer]) -> Answer:
-        """Ask the database, and wait for trouble that passes."""
-
-        def once() -> Answer:
-            with self._backend.engine.connect() as connection:
-                return ask(connection)
-
-        return self._backend.patiently(once)
-
-    def _keep(self, study_id: int, trials: Sequence[FrozenTrial]) -> None:
-        """Take trials that were read into memory."""
-        known = self._studies[study_id]
-        in_order = True
-        for trial in trials:
-            number, trial_id = trial.number, trial._trial_id
-            in_order = in_order and (number in known.trials or number == len(known.trials))
-            known.trials[number] = trial
-            self._places[trial_id] = (study_id, number)
-            known.open.pop(trial_id, None)
-            if trial.state.is_finished():
-                known.ours.discard(trial_id)
-                known.last_finished = max(known.last_finished, trial_id)
-            else:
-                known.open[trial_id] = trial
-        if not in_order:
-            known.trials = dict(sorted(known.trials.items()))
-
-
-def _rows(query: Select[Any], connection: Connection) -> list[Any]:
-    return list(connection.execute(query))
-
-
-def _parts(ids: Sequence[int]) -> list[Sequence[int]]:
-    return [ids[i : i + _AT_ONCE] for i in range(0, len(ids), _AT_ONCE)]
+        if study_id not in self._fresh or study_id not in self._memory:
+            self._memory.update(study_id)
+            if self._depth:
+                self._fresh.add(study_id)
 
 
 def _copy(trial: FrozenTrial) -> FrozenTrial:
     """Copy a trial so that adding to its dictionaries leaves the original alone."""
-    other = _twin(trial)
+    other = twin_of(trial)
     other.params, other.distributions = dict(trial.params), dict(trial.distributions)
     other.user_attrs, other.system_attrs = dict(trial.user_attrs), dict(trial.system_attrs)
     other.intermediate_values = dict(trial.intermediate_values)
-    return other
-
-
-def _twin(trial: FrozenTrial) -> FrozenTrial:
-    """Copy a trial that shares its dictionaries; `copy.copy` takes five times as long."""
-    other = FrozenTrial.__new__(FrozenTrial)
-    other.__dict__.update(trial.__dict__)
     return other

@@ -15,7 +15,7 @@ from optuna_dashboard._note import get_note
 from mola.allocation import Allocation
 from mola.events import Finished
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
-from studies import store
+from studies import outcomes, store
 from studies.encoding import distributions, to_params
 from studies.spec import StudySpec
 from studies.storage import sqlite_path, sqlite_url
@@ -260,7 +260,7 @@ def test_reconcile_fails_what_was_left_running_and_enqueues_it_once(study):
 def test_reconcile_that_is_killed_itself_adds_no_second_successor(study, monkeypatch, last_write):
     _run(study, UNIFORM)
     with monkeypatch.context() as patch:
-        target = study if last_write == "tell" else store
+        target = study if last_write == "tell" else outcomes
         patch.setattr(target, last_write, _killed)
         with pytest.raises(KeyboardInterrupt):
             store.reconcile(study)
