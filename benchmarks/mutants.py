@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-SECONDS = 120  # of a mutant's tests, beyond which it counts as killed
+LONGEST = 5  # times the unchanged source's tests, beyond which a mutant counts as killed
 SURVIVED, KILLED = 0, 1
 COMPARE = {
     ast.Lt: ast.LtE,
@@ -157,12 +157,12 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.tree, str(self.path), "exec"), module.__dict__)  # noqa: S102
 
 
-def survives(name: str, tree: ast.Module, path: Path, tests: Sequence[str]) -> bool:
-    """Run the tests on a mutant, in a fork."""
+def survives(name: str, tree: ast.Module, path: Path, tests: Sequence[str], seconds: float) -> bool:
+    """Run the tests on a mutant, in a fork, for so long at most."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         os._exit(_run(name, tree, path, tests))
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == SURVIVED
@@ -199,14 +199,16 @@ def main() -> int:
     if name in sys.modules:
         parser.error(f"--preload has imported {name} already")
     source = options.source.read_text(encoding="utf-8")
-    if not survives(name, ast.parse(source), options.source, options.tests):
-        parser.error("the tests fail without any change")
+    began = time.monotonic()
+    if not survives(name, ast.parse(source), options.source, options.tests, seconds=600):
+        parser.error("the tests fail without any change, or take longer than ten minutes")
+    seconds = LONGEST * (time.monotonic() - began)
     found = list(mutants(source))
     if options.sample is not None and options.sample < len(found):
         found = random.Random(options.seed).sample(found, options.sample)  # noqa: S311
     began, alive = time.monotonic(), 0
     for what, tree in found:
-        if survives(name, tree, options.source, options.tests):
+        if survives(name, tree, options.source, options.tests, seconds):
             alive += 1
             print(f"{options.source}:{what}", flush=True)
     print(
