@@ -63,7 +63,7 @@ class TrialStorage(BaseStorage):
                 raise
             except BaseException:
                 if self._leave():
-                    with suppress(StoreError):  # what happened first is what is told
+                    with suppress(StoreError, EndedElsewhereError):  # what came first is told
                         self._flush()
                 raise
             if self._leave():

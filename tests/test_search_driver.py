@@ -27,9 +27,9 @@ from search.patience import LEAST
 from search.priors.named import named, named_allocations
 from search.sampler import BudgetSampler
 from search.trials import StopRequestedError, TooManyFailuresError
-from search.updates import Ended, Note, Phase, Progress, Update
+from search.updates import Ended, Note, Phase, Progress, Started, Update
 from search.workers.pool import Failed, Job, Memory
-from studies.records import SPEC_ATTR
+from studies.records import LABEL_ATTR, SEED_ATTR, SPEC_ATTR
 from studies.spec import StudySpec
 from studies.store import (
     REPLICATE,
@@ -344,10 +344,12 @@ def test_an_allocation_enqueued_in_part_is_completed_or_refused() -> None:
     study = fresh_study()
     study.enqueue_trial({"experts_02": 6, "experts_03": 6})
     study.enqueue_trial({"experts_02": 6})
-    drive(study, PretendPool(), RULES)
+    told: list[Update] = []
+    drive(study, PretendPool(), RULES, notify=told.append)
     refused, completed = study.get_trials()[:2]
     assert refused.state.name == "FAIL"
     assert "out of reach" in refused.user_attrs["reason"]
+    assert Note(refused.user_attrs["reason"]) in told
     assert completed.state.name == "COMPLETE"
     assert completed.params["experts_02"] == 6
     assert all(r.allocation in SPEC.budget for r in own(study))
@@ -356,13 +358,26 @@ def test_an_allocation_enqueued_in_part_is_completed_or_refused() -> None:
 
 def test_the_listeners_hear_of_every_trial() -> None:
     seen: list[Update] = []
-    study = fresh_study()
-    drive(study, PretendPool(), RULES, notify=seen.append)
+    study, pool = fresh_study(), PretendPool()
+    drive(study, pool, RULES, notify=seen.append)
     phases = [update for update in seen if isinstance(update, Phase)]
-    assert [phase.name for phase in phases] == ["search", "confirmation"]
+    assert [(phase.name, phase.workers) for phase in phases] == [("search", 2), ("confirmation", 2)]
     assert (phases[0].done, phases[0].total) == (0, RULES.trials)
     ended = [update for update in seen if isinstance(update, Ended)]
     assert sorted(e.job.number for e in ended) == [r.number for r in records(study)]
+    assert all(e.seconds >= 0 for e in ended)
+    started = [update for update in seen if isinstance(update, Started)]
+    assert [s.job for s in started] == pool.jobs
+    assert {(s.job.number, s.label) for s in started} == {
+        (r.number, r.label) for r in records(study)
+    }
+
+
+def test_each_trial_has_its_label_and_seed_written_down() -> None:
+    study = fresh_study()
+    drive(study, PretendPool(), RULES)
+    attrs = [(t.user_attrs[LABEL_ATTR], t.user_attrs[SEED_ATTR]) for t in study.get_trials()]
+    assert attrs == [(r.label, r.seed) for r in records(study)]
 
 
 def test_the_workers_come_up_before_the_first_trial_is_asked_for() -> None:
