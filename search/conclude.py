@@ -14,7 +14,7 @@ from search.priors.named import named, named_allocations
 from search.race import BLOCKS
 from studies.records import PRIOR
 from studies.spec import StudySpec
-from studies.stats import compare, spread
+from studies.stats import Spread, compare, spread
 from studies.store import TrialRecord
 
 CONFIDENCE = 0.95
@@ -113,6 +113,7 @@ def conclude(
         differences[allocation] = found.get(allocation, _UNKNOWN)
     for row in table:
         row.update(differences.get(Allocation(row["experts"]), _UNKNOWN))
+    apart = named_spread(records, spec, confirm_seeds if fresh else 0)
     better = bool(table) and table[0]["high"] is not None and table[0]["high"] < 0
     return {
         "text": _verdict(table, uniform, fresh, spec.objective),
@@ -120,9 +121,28 @@ def conclude(
         "better": better,
         "confidence": CONFIDENCE,
         "fresh_seeds": list(fresh),
-        "spread": _spread(values, spec, fresh),
+        "spread": None if apart is None else {"signal": apart.signal, "noise": apart.noise},
         "table": table,
     }
+
+
+def named_spread(
+    records: Sequence[TrialRecord], spec: StudySpec, confirm_seeds: int
+) -> Spread | None:
+    """Measure signal and noise on the named allocations, which no result has chosen.
+
+    Args:
+        records: the study's trials.
+        spec: what the study is about.
+        confirm_seeds: number of fresh seeds, of which those count that everybody runs on.
+
+    Returns:
+        None with fewer than two named allocations that finished on all these seeds.
+    """
+    names = named_allocations(spec.budget)
+    seeds = {spec.seed, *fresh_seeds(spec, min(BLOCKS, confirm_seeds))}
+    values = measured(records)
+    return spread({a: v for a, v in values.items() if a in names and seeds <= set(v)})
 
 
 _UNKNOWN: dict[str, float | None] = {"difference": None, "low": None, "high": None}
@@ -138,14 +158,6 @@ def _dropped(
         if allocation not in confirmed and len(run) > BLOCKS:  # the study's own seed on top
             found[allocation] = run
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
-
-
-def _spread(values: Values, spec: StudySpec, fresh: Sequence[int]) -> dict[str, float] | None:
-    """Measure signal and noise on the named allocations, which no result has chosen."""
-    names = named_allocations(spec.budget)
-    all_ran = {spec.seed, *fresh[:BLOCKS]}  # those included that dropped out later
-    found = spread({a: v for a, v in values.items() if a in names and all_ran <= set(v)})
-    return None if found is None else {"signal": found.signal, "noise": found.noise}
 
 
 def _differences(

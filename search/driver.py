@@ -15,9 +15,16 @@ import optuna
 from optuna.exceptions import OptunaError
 
 from mola.allocation import Allocation
-from search.conclude import CONFIDENCE, candidates, conclude, fresh_seeds, measured
+from search.conclude import (
+    CONFIDENCE,
+    candidates,
+    conclude,
+    fresh_seeds,
+    measured,
+)
 from search.deadline import Deadline
 from search.patience import outlook
+from search.pilot import Pilot
 from search.priors.given import Prior
 from search.priors.named import named, named_allocations
 from search.race import BLOCKS, still_racing
@@ -27,7 +34,7 @@ from search.updates import Note, Phase, Update
 from search.workers.pool import Pool, PoolError
 from studies import store
 from studies.patient import StoreError
-from studies.records import LABEL_ATTR, PRIOR, ForeignDataError
+from studies.records import LABEL_ATTR, NAMED, PRIOR, ForeignDataError
 from studies.spec import StudySpec
 
 
@@ -94,8 +101,15 @@ class Driver:
             open_pool,
             max_failures=rules.max_failures,
             deadline=Deadline(rules.trial_timeout),
-            notify=notify,
+            notify=self._hear,
             stop_requested=stop_requested,
+        )
+        self._pilot = Pilot(
+            study,
+            spec,
+            finalists=rules.finalists,
+            confirm_seeds=rules.confirm_seeds,
+            notify=notify,
         )
         self._judged = 0  # allocations that were measured when an early stop was last considered
         self._to_come = 0  # replicates of the seeds that are not yet enqueued, at most
@@ -138,12 +152,13 @@ class Driver:
             self.notify(Note(f"the budget and its bounds allow {allowed}, no more"))
         named = named_allocations(self.spec.budget)
         for allocation, names in named.items():
-            self._enqueue_first(allocation, f"named {','.join(names)}")
+            self._enqueue_first(allocation, f"{NAMED}{','.join(names)}")
         for prior in self.priors:
             if prior.allocation in named and prior.name not in named[prior.allocation]:
                 same = ", ".join(named[prior.allocation])
                 self.notify(Note(f"the prior {prior.name} is the same allocation as {same}"))
             self._enqueue_first(prior.allocation, f"{PRIOR}{prior.name}")
+        self._pilot.begin(self.trials.done)
 
     def _enqueue_first(self, allocation: Allocation, label: str) -> None:
         """Enqueue an allocation that the search begins with, unless it is under way or done."""
@@ -155,6 +170,10 @@ class Driver:
             self.notify(Note(f"--trials {self.rules.trials} leaves no room for {left_out}"))
             return
         store.enqueue(self.study, allocation, label=label, seed=self.spec.seed)
+
+    def _hear(self, update: Update) -> None:
+        self.notify(update)
+        self._pilot.hear(update)
 
     def _room(self, waiting: list[store.TrialRecord]) -> int:
         """Count the allocations that may still be proposed; those under way are taken."""

@@ -54,7 +54,7 @@ def outlook(study: optuna.Study, budget: ExpertBudget, fresh_seeds: int) -> Outl
         None with fewer than LEAST measured allocations.
     """
     history = read_history(all_trials(study), budget, study.direction)
-    if len(history.measured.allocations) < LEAST:
+    if len(set(history.measured.allocations)) < LEAST:
         return None
     model = fit(FeatureMap(budget), history.measured.observations)
     first = model.features.first

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import optuna
@@ -22,6 +23,7 @@ from search.updates import Ended, Note, Progress, Started, Update
 from search.workers.clock import AwakeClock
 from search.workers.pool import Failed, Job, Memory, Pool
 from studies import encoding, store
+from studies.patient import StoreError
 from studies.records import SAVE_MEMORY_ATTR
 from studies.spec import StudySpec
 from studies.trial_storage import EndedElsewhereError
@@ -107,6 +109,7 @@ class TrialLoop:
         self._stop_requested = stop_requested
         self._clock = AwakeClock()
         self._running: dict[int, _Run] = {}
+        self._news: list[Update] = []  # of what is written with the transaction under way
         self._failures = 0
         self._distributions = encoding.distributions(spec.budget)
 
@@ -158,29 +161,44 @@ class TrialLoop:
         pool = self._pool
         events: list[tuple[int, Event | Failed | Memory]] = []
         while pool is not None and (events or self._running or due()):
-            try:
-                # What a worker has done and what it is to do next are one transaction.
-                with store.at_once(self.study):
-                    for number, event in events:
-                        self._take(pool, number, event)
-                    self._end_overdue(pool)
-                    if self._stop_requested():
-                        raise StopRequestedError("stopped by the user")
-                    while pool.idle and due():
-                        self._start_next(pool)
-            except (UpdateFinishedTrialError, EndedElsewhereError):
-                self._drop_ended(pool)
+            with self._told():
+                try:
+                    # What a worker has done and what it is to do next are one transaction.
+                    with store.at_once(self.study):
+                        for number, event in events:
+                            self._take(pool, number, event)
+                        self._end_overdue(pool)
+                        if self._stop_requested():
+                            raise StopRequestedError("stopped by the user")
+                        while pool.idle and due():
+                            self._start_next(pool)
+                except (UpdateFinishedTrialError, EndedElsewhereError):
+                    self._drop_ended(pool)
             events = pool.poll(POLL_SECONDS) if self._running or due() else []
 
     def interrupt_all(self, reason: str) -> None:
         """End all running trials for a reason that lies outside them."""
-        for number in list(self._running):
-            self._interrupt(number, reason)
+        with self._told():
+            for number in list(self._running):
+                self._interrupt(number, reason)
 
     def close(self) -> None:
         """End the workers."""
         if self._pool is not None:
             self._pool.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell listeners at the end what has happened within: what they hear of is in the store."""
+        try:
+            yield
+        except StoreError:
+            self._news.clear()
+            raise
+        finally:
+            news, self._news = self._news, []
+            for update in news:
+                self._notify(update)
 
     def _end_overdue(self, pool: Pool) -> None:
         """Give up the trials whose workers hang."""
@@ -224,7 +242,7 @@ class TrialLoop:
         store.mark(trial, label=label, seed=seed)
         for name, range_ in self._distributions.items():
             trial.suggest_int(name, range_.low, range_.high)
-        self._notify(Started(job, label))
+        self._news.append(Started(job, label))
         if not fits or encoding.from_params(trial.params) != allocation:
             pool.stop(job.number)
             self._fail(job.number, Failed(f"{allocation} is not in the budget", retry=False))
@@ -232,13 +250,13 @@ class TrialLoop:
     def _refuse(self, trial: optuna.Trial, reason: str) -> None:
         """End a trial that was asked for and cannot run."""
         store.fail(self.study, trial, reason, retry=False)
-        self._notify(Note(reason))
+        self._news.append(Note(reason))
 
     def _take(self, pool: Pool, number: int, event: Event | Failed | Memory) -> None:
-        """Handle an event, of which a trial that somebody else has ended keeps no other."""
+        """Handle an event; those of other trials are kept if somebody else has ended this one."""
         try:
             self._handle(pool, number, event)
-        except UpdateFinishedTrialError:
+        except (UpdateFinishedTrialError, EndedElsewhereError):
             self._drop_ended(pool)
 
     def _drop_ended(self, pool: Pool) -> None:
@@ -249,7 +267,9 @@ class TrialLoop:
                 pool.stop(trial.number)
                 del self._running[trial.number]
                 state, reason = trial.state.name, "another program ended it"
-                self._notify(Ended(run.job, run.label, state, trial.value, run.seconds, reason))
+                self._news.append(
+                    Ended(run.job, run.label, state, trial.value, run.seconds, reason)
+                )
         self.recall()
 
     def _handle(self, pool: Pool, number: int, event: Event | Failed | Memory) -> None:
@@ -264,7 +284,7 @@ class TrialLoop:
             else:
                 self._count_failure(number, event)
         elif isinstance(event, Memory):
-            self._notify(Progress(number, event))
+            self._news.append(Progress(number, event))
         elif (what := _not_finite(event)) is not None:
             pool.stop(number)
             reason = f"the {what} is not a finite number at step {event.step}"
@@ -276,7 +296,7 @@ class TrialLoop:
         elif isinstance(event, Rung):
             self._judge(pool, run, event)
         else:
-            self._notify(Progress(number, event))
+            self._news.append(Progress(number, event))
 
     def _judge(self, pool: Pool, run: _Run, rung: Rung) -> None:
         """Record a rung once, and let the trial go on or prune it."""
@@ -284,7 +304,7 @@ class TrialLoop:
         if rung.step not in run.rungs:
             run.rungs[rung.step] = rung.objective
             run.trial.report(rung.objective, rung.step)
-            self._notify(Progress(number, rung))
+            self._news.append(Progress(number, rung))
             if run.label == store.SEARCH and run.trial.should_prune():
                 pool.stop(number)
                 store.prune(self.study, run.trial)
@@ -297,7 +317,7 @@ class TrialLoop:
         self._failures = 0
         if run.label != store.REPLICATE:
             self.done.add(run.job.allocation)
-        self._notify(Ended(run.job, run.label, state, objective, run.seconds))
+        self._news.append(Ended(run.job, run.label, state, objective, run.seconds))
 
     def _count_failure(self, number: int, failed: Failed) -> None:
         self._fail(number, failed)
@@ -319,13 +339,13 @@ class TrialLoop:
             retry=failed.retry,
             save_memory=failed.out_of_memory,
         )
-        self._notify(Ended(run.job, run.label, "FAIL", None, run.seconds, failed.reason))
+        self._news.append(Ended(run.job, run.label, "FAIL", None, run.seconds, failed.reason))
 
     def _interrupt(self, number: int, reason: str) -> None:
         """End a trial for a reason that lies outside it; its allocation waits for the next run."""
         run = self._running.pop(number)
         store.interrupt(self.study, run.trial, reason)
-        self._notify(Ended(run.job, run.label, "FAIL", None, run.seconds, reason))
+        self._news.append(Ended(run.job, run.label, "FAIL", None, run.seconds, reason))
 
 
 def _not_finite(event: Event) -> str | None:

@@ -22,6 +22,7 @@ from studies.spec import StudySpec
 from studies.strict import shown
 
 SEARCH = "search"  # label of a trial that the sampler proposed
+NAMED = "named "  # beginning of the label of a named allocation's trial, before its names
 PRIOR = "prior "  # beginning of the label of a trial of `--prior`, before the prior's name
 REPLICATE = "replicate"  # label of a trial that repeats an allocation on a further seed
 

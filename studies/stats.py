@@ -83,7 +83,8 @@ def compare(
     y = np.array([[values[a][s] for s in seeds] for a in allocations], dtype=np.float64)  # [A, S]
     if not np.isfinite(y).all():
         raise ValueError("an objective is not finite; leave failed trials out of the comparison")
-    margin = _margin(y, confidence, comparisons or max(1, len(allocations) - 1))
+    noise = math.sqrt(_residual_mean_square(y))
+    margin = resolution(noise, *y.shape, confidence=confidence, comparisons=comparisons)
     base = y[allocations.index(reference)]
     rows = []
     for allocation, row in zip(allocations, y, strict=True):
@@ -138,6 +139,33 @@ def spread(values: Mapping[Allocation, Mapping[int, float]]) -> Spread | None:
     return Spread(signal=math.sqrt(max(0.0, between)), noise=math.sqrt(noise))
 
 
+def resolution(
+    noise: float,
+    allocations: int,
+    seeds: int,
+    *,
+    confidence: float = 0.95,
+    comparisons: int | None = None,
+) -> float:
+    """Say how wide an interval of `compare` is to either side: smaller differences are not told.
+
+    Args:
+        noise: Standard deviation of what allocations and seeds leave unexplained.
+        allocations: Number of them that are compared.
+        seeds: Number of seeds.
+        confidence: See `compare`.
+        comparisons: See `compare`.
+
+    Returns:
+        Half the width, in the unit of the noise; infinite with one allocation or one seed.
+    """
+    df = (allocations - 1) * (seeds - 1)
+    if df == 0:
+        return math.inf
+    tail = (1 - confidence) / 2 / (comparisons or max(1, allocations - 1))
+    return t_quantile(1 - tail, df) * noise * math.sqrt(2 / seeds)
+
+
 def t_quantile(p: float, df: int) -> float:
     """Invert the distribution function of Student's t for whole degrees of freedom.
 
@@ -179,20 +207,14 @@ def _t_central(theta: float, df: int) -> float:
     return sine * total
 
 
-def _margin(y: np.ndarray, confidence: float, comparisons: int) -> float:
-    """Give half the width of a difference's interval; y: [A, S]."""
-    num_allocations, num_seeds = y.shape
-    df = (num_allocations - 1) * (num_seeds - 1)
-    if df == 0:
-        return math.inf
-    quantile = t_quantile(1 - (1 - confidence) / 2 / comparisons, df)
-    return quantile * math.sqrt(2 * _residual_mean_square(y) / num_seeds)
-
-
 def _residual_mean_square(y: np.ndarray) -> float:
-    """Give the mean square of what allocations and seeds leave unexplained; y: [A, S]."""
+    """Give the mean square of what allocations and seeds leave unexplained; y: [A, S].
+
+    Nothing is left with one allocation or one seed.
+    """
     residuals = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0, keepdims=True) + y.mean()
-    return float((residuals**2).sum()) / float((y.shape[0] - 1) * (y.shape[1] - 1))
+    df: int = (y.shape[0] - 1) * (y.shape[1] - 1)
+    return float((residuals**2).sum()) / max(1, df)
 
 
 def _standard_error(row: np.ndarray) -> float:

@@ -160,7 +160,7 @@ def test_the_end_says_which_step_pays(done: Done) -> None:
     summary = done.result.stdout.partition("Budgets of mine")[2]
     assert "Experts buy a measurable gain from 8 to 12, 12 to 16." in summary
     row = next(line for line in summary.splitlines() if line.startswith("      8 "))
-    assert re.fullmatch(r" +8 +[\d,]+ +trial \d +\d\.\d{4} +\d\.\d{4} *", row)
+    assert re.fullmatch(r" +8 +[\d,]+ +trial \d+ +\d\.\d{4} +\d\.\d{4} *", row)
     assert "From 8 to 16 experts the winner's loss changes by -" in summary
     assert "runs/mine/report.html" in summary
 

@@ -31,6 +31,7 @@ from search.updates import Ended, Note, Phase, Progress, Started, Update
 from search.workers.pool import Failed, Job, Memory
 from studies.records import LABEL_ATTR, SEED_ATTR, SPEC_ATTR
 from studies.spec import StudySpec
+from studies.stats import resolution
 from studies.store import (
     REPLICATE,
     TrialRecord,
@@ -131,6 +132,53 @@ def test_the_best_and_the_named_run_again_on_fresh_seeds() -> None:
     assert {job.allocation for job in replicates} == expected
     assert conclusion["fresh_seeds"] == [8, 9]
     assert get_conclusion(study) == conclusion
+
+
+def test_what_the_search_can_tell_is_known_before_the_first_proposal() -> None:
+    told: list[Update] = []
+    study, pool = fresh_study(), PretendPool(size=1)
+    conclusion = drive(study, pool, RULES, notify=told.append)
+    baselines = list(named_allocations(SPEC.budget))
+    count = len(baselines)
+    ran = [(job.allocation, job.seed) for job in pool.jobs[: 3 * count]]
+    assert set(ran) == {(a, seed) for a in baselines for seed in (7, 8, 9)}
+    (place,) = [i for i, u in enumerate(told) if isinstance(u, Note) and "noise" in u.text]
+    before = [u for u in told[:place] if isinstance(u, Ended)]
+    assert len(before) == 3 * count
+    spread = conclusion["spread"]
+    assert isinstance(spread, dict)
+    least = resolution(spread["noise"], count + RULES.finalists, 2)
+    assert told[place] == Note(
+        f"the noise of one proxy is {spread['noise']:.4f}; the named allocations differ by "
+        f"{spread['signal']:.4f} (standard deviation); on 2 fresh seeds, differences below about "
+        f"{least:.4f} cannot be told from noise (--confirm-seeds, --validation-rows and --steps "
+        "help)"
+    )
+
+
+def test_the_noise_is_told_once_and_without_fresh_seeds_not_at_all(tmp_path: Path) -> None:
+    def notes(rules: Rules, die_after: float = math.inf) -> list[str]:
+        told: list[Update] = []
+        with contextlib.suppress(KilledError):
+            drive(open_(tmp_path), PretendPool(die_after=die_after), rules, notify=told.append)
+        return [u.text for u in told if isinstance(u, Note) and "noise" in u.text]
+
+    assert notes(dataclasses.replace(RULES, confirm_seeds=0)) == []
+    assert notes(RULES, die_after=4) == []
+    assert len(notes(RULES)) == 1
+    assert notes(dataclasses.replace(RULES, trials=9)) == []
+
+
+def test_proposals_do_not_depend_on_what_confirms_them() -> None:
+    def proposals(replicate: float) -> list[Allocation]:
+        def script(job: Job) -> list[Event | Failed]:
+            return train(job) if job.seed == SPEC.seed else [finished(replicate * objective(job))]
+
+        pool = PretendPool(size=1, script=script)
+        drive(fresh_study(), pool, dataclasses.replace(RULES, trials=12))
+        return [job.allocation for job in pool.jobs if job.seed == SPEC.seed]
+
+    assert proposals(1.0) == proposals(-5.0)
 
 
 def test_only_the_search_is_evaluated_on_the_way() -> None:

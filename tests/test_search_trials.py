@@ -95,3 +95,16 @@ def test_a_write_that_cannot_be_understood_ends_the_search_with_one_line(tmp_pat
     with pytest.raises(ForeignDataError, match="trial 0 was completed by another program"):
         drive(study, Watched(complete), RULES)
     assert SPEC.num_layers == len(study.get_trials()[0].params)
+
+
+def test_what_listeners_are_told_is_in_the_store(tmp_path: Path) -> None:
+    study, told = open_(tmp_path), []
+
+    def look(update: Update) -> None:
+        if isinstance(update, Ended):
+            (trial,) = [t for t in elsewhere(tmp_path).trials if t.number == update.job.number]
+            told.append((trial.state.name, trial.value) == (update.state, update.objective))
+
+    drive(study, PretendPool(), RULES, notify=look)
+    assert len(told) == len(records(study))
+    assert all(told)

@@ -44,7 +44,7 @@ class Board:
         uniform: The allocation to beat.
         steps: Optimizer steps of a trial.
         highest: Most experts that a layer may have.
-        later: Trials of the confirmation, as long as it has not begun.
+        later: Trials of the confirmation that are not done, as long as it has not begun.
     """
 
     title: str
@@ -127,7 +127,9 @@ class Board:
             self._measured(ended.job.number, ended.label, ended.job.allocation, ended.objective)
 
     def _measured(self, number: int, label: str, allocation: Allocation, objective: float) -> None:
+        """Take over a complete trial."""
         if label == REPLICATE:
+            self.later = max(0, self.later - 1)
             return
         self.objectives[number] = objective
         if allocation == self.uniform:
