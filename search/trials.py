@@ -81,7 +81,7 @@ class TrialLoop:
 
     Attributes:
         done: allocations that are measured or pruned, by trials that are no replicates.
-        started: trials that this loop started.
+        started: whether this loop started any trial.
         exhausted: whether the sampler had nothing left to propose.
     """
 
@@ -99,7 +99,7 @@ class TrialLoop:
         self.study = study
         self.spec = spec
         self.done: set[Allocation] = set()
-        self.started = 0
+        self.started = False
         self.exhausted = False
         self._open_pool = open_pool
         self._pool: Pool | None = None
@@ -237,7 +237,7 @@ class TrialLoop:
         self._running[job.number] = _Run(trial, job, label, awake=now, heard=now)
         fits = allocation in self.spec.budget  # no sampler has seen what someone else enqueued
         if fits:
-            self.started += 1
+            self.started = True
             pool.start(job)
         store.mark(trial, label=label, seed=seed)
         for name, range_ in self._distributions.items():

@@ -323,7 +323,7 @@ def test_failures_that_do_not_follow_each_other_stop_nothing() -> None:
     def script(job: Job) -> list[Event | Failed]:
         tries[job.allocation, job.seed] += 1
         first_time = tries[job.allocation, job.seed] == 1
-        return [Failed("hiccup")] if first_time and job.number % 2 == 0 else train(job)
+        return [Failed("hiccup")] if first_time and job.number % 3 < 2 else train(job)
 
     study = fresh_study()
     drive(study, PretendPool(size=1, script=script), dataclasses.replace(RULES, max_failures=3))
@@ -413,12 +413,35 @@ def test_the_listeners_hear_of_every_trial() -> None:
     assert (phases[0].done, phases[0].total) == (0, RULES.trials)
     ended = [update for update in seen if isinstance(update, Ended)]
     assert sorted(e.job.number for e in ended) == [r.number for r in records(study)]
-    assert all(e.seconds >= 0 for e in ended)
+    assert all(0 <= e.seconds < 60 for e in ended)
+    rungs = [u.number for u in seen if isinstance(u, Progress) and isinstance(u.event, Rung)]
+    assert sorted(rungs) == [r.number for r in records(study) if r.rungs]
     started = [update for update in seen if isinstance(update, Started)]
     assert [s.job for s in started] == pool.jobs
     assert {(s.job.number, s.label) for s in started} == {
         (r.number, r.label) for r in records(study)
     }
+
+
+def test_the_listeners_hear_of_failures_and_of_what_was_interrupted() -> None:
+    def script(job: Job) -> list[Event | Failed]:
+        return [Failed("out of luck")] if job.number == 3 else train(job)
+
+    seen: list[Update] = []
+    study = fresh_study()
+    with pytest.raises(StopRequestedError):
+        drive(
+            study,
+            PretendPool(script=script),
+            RULES,
+            notify=seen.append,
+            stop_requested=lambda: len(seen) > 30,
+        )
+    failed = {r.number: r.reason for r in records(study) if r.state == "FAIL"}
+    told = {u.job.number: u.reason for u in seen if isinstance(u, Ended) and u.state == "FAIL"}
+    assert told == failed
+    assert failed[3] == "out of luck"
+    assert "stopped by the user" in failed.values()
 
 
 def test_each_trial_has_its_label_and_seed_written_down() -> None:
