@@ -16,7 +16,7 @@ import click
 from search import config
 from search.console.cli import one_line, user_errors
 from search.console.signals import StopSignals
-from search.plan import Plan
+from search.plan import Plan, Settings
 
 if TYPE_CHECKING:
     import signal
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import optuna
 
     from search.budgets.pool import Workers
+    from search.console.display import Board
     from search.console.trouble import StoreTrouble
+    from search.driver import Rules
     from search.priors.given import Prior
     from search.updates import Update
     from search.workers.pool import Pool
@@ -163,39 +165,20 @@ def search(
     """
     from rich.console import Console
 
-    from search.console.display import Board, display
-    from search.driver import Driver, Rules
-    from search.plan import most_replicates
-    from search.priors.named import named
+    from search.console.display import display
+    from search.driver import Driver
     from search.report.dashboard import Dashboard
     from search.trials import StopRequestedError, TooManyFailuresError
     from search.updates import Note
     from search.workers.pool import PoolError
     from studies.patient import StoreError
     from studies.records import ForeignDataError
-    from studies.store import records
 
-    settings, budget, study = plan.settings, plan.spec.budget, opened.study
-    board = Board(
-        title=study.study_name,
-        uniform=named("5555", budget),
-        steps=settings.steps,
-        highest=max(budget.highs),
-        later=most_replicates(settings, budget),
-    )
-    board.recall(records(study))
-    rules = Rules(
-        settings.trials,
-        settings.finalists,
-        settings.confirm_seeds,
-        settings.max_failures,
-        settings.trial_timeout,
-        stop_early=settings.patience == "auto",
-    )
+    settings, study = plan.settings, opened.study
     dashboard = Dashboard(study)
     with StopSignals() as signals:
         try:
-            with display(board, Console(stderr=True), quiet=settings.quiet) as show:
+            with display(_board(plan, study), Console(stderr=True), quiet=settings.quiet) as show:
 
                 def notify(update: Update) -> None:
                     show(update)
@@ -212,7 +195,7 @@ def search(
                     study,
                     plan.spec,
                     lambda: _begin(plan, study, command, signals, workers),
-                    rules,
+                    _rules(settings),
                     priors=priors,
                     notify=notify,
                     stop_requested=stop_requested,
@@ -228,6 +211,38 @@ def search(
             done = "nothing is left to gain; --patience none goes on with it"
         click.echo(f"The study {study.study_name} is finished: {done}", err=True)
     return _finish(plan, study, opened.url, conclusion)
+
+
+def _board(plan: Plan, study: optuna.Study) -> Board:
+    """Collect what a display shows of a search, as the study stands."""
+    from search.console.display import Board
+    from search.plan import most_replicates
+    from search.priors.named import named
+    from studies.store import records
+
+    settings, budget = plan.settings, plan.spec.budget
+    board = Board(
+        title=study.study_name,
+        uniform=named("5555", budget),
+        steps=settings.steps,
+        highest=max(budget.highs),
+        later=most_replicates(settings, budget),
+    )
+    board.recall(records(study))
+    return board
+
+
+def _rules(settings: Settings) -> Rules:
+    from search.driver import Rules
+
+    return Rules(
+        settings.trials,
+        settings.finalists,
+        settings.confirm_seeds,
+        settings.max_failures,
+        settings.trial_timeout,
+        stop_early=settings.patience == "auto",
+    )
 
 
 def _stopped(

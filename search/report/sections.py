@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -61,37 +61,52 @@ def sections(findings: Findings, worths: Sequence[Worth]) -> list[Section]:
 
 
 def _comparison(findings: Findings) -> Section:
-    rows = []
-    fresh = findings.conclusion["fresh_seeds"]
-    for place, row in enumerate(findings.rows):
-        error, known = row["standard_error"], row["difference"] is not None
-        name = findings.called(Allocation(row["experts"]), row["trial"])
-        reference = name == "uniform"
-        bounded = known and row["low"] is not None and not reference
-        rows.append(
-            (
-                f"{name} ({findings.first})" if place == 0 else name,
-                f"{row['mean']:.4f}" + (f" ± {error:.4f}" if error is not None else ""),
-                f"{row['accuracy']:.1%}",
-                f"{row['difference']:+.4f}" if known and not reference else "",
-                f"[{row['low']:+.4f}, {row['high']:+.4f}]" if bounded else "",
-            )
-        )
+    rows = [_compared(findings, place) for place in range(len(findings.rows))]
     if not rows:
         return Section("Comparison with uniform")
-    seeds = findings.conclusion["table"][0]["seeds"]
-    text = [
-        f"Loss is the validation loss in {findings.spec.objective}, lower is better, as the mean "
-        f"over {seeds} seed{'s' if seeds > 1 else ''}"
-        + (
-            " ± standard error. The search's own seed is one of them, and chose the finalists, "
-            "which flatters them."
-            if seeds > 1
-            else "."
+    columns = ("allocation", "loss", "accuracy", "to uniform", "interval")
+    shown = len(columns) if findings.conclusion["fresh_seeds"] else 3
+    caption = (
+        "Points are seeds, bars the simultaneous intervals of the mean over the fresh ones. "
+        "A bar that crosses 0 is no evidence."
+    )
+    return Section(
+        "Comparison with uniform",
+        tuple(_what_is_compared(findings)),
+        _drawn(figures.seeds(findings), caption),
+        (Table(columns[:shown], tuple(row[:shown] for row in rows)),),
+    )
+
+
+def _compared(findings: Findings, place: int) -> tuple[str, ...]:
+    """Write a row of the comparison."""
+    row = findings.rows[place]
+    error, known = row["standard_error"], row["difference"] is not None
+    name = findings.called(Allocation(row["experts"]), row["trial"])
+    reference = name == "uniform"
+    bounded = known and row["low"] is not None and not reference
+    return (
+        f"{name} ({findings.first})" if place == 0 else name,
+        f"{row['mean']:.4f}" + (f" ± {error:.4f}" if error is not None else ""),
+        f"{row['accuracy']:.1%}",
+        f"{row['difference']:+.4f}" if known and not reference else "",
+        f"[{row['low']:+.4f}, {row['high']:+.4f}]" if bounded else "",
+    )
+
+
+def _what_is_compared(findings: Findings) -> Iterator[str]:
+    """Say which seeds the columns rest on, and who did not run on all of them."""
+    fresh, seeds = findings.conclusion["fresh_seeds"], findings.conclusion["table"][0]["seeds"]
+    loss = f"Loss is the validation loss in {findings.spec.objective}, lower is better, as the mean"
+    if seeds > 1:
+        yield (
+            f"{loss} over {seeds} seeds ± standard error. The search's own seed is one of them, "
+            "and chose the finalists, which flatters them."
         )
-    ]
+    else:
+        yield f"{loss} over 1 seed."
     if fresh:
-        text.append(
+        yield (
             "The differences to uniform rest on the fresh seeds alone "
             f"({', '.join(map(str, fresh))}), which the selection has not seen. Their intervals "
             f"hold together at {findings.conclusion['confidence']:.0%} (Bonferroni), with the "
@@ -103,22 +118,10 @@ def _comparison(findings: Findings) -> Section:
         if row.get("dropped")
     ]
     if dropped:
-        text.append(
+        yield (
             f"Clearly behind after some of the fresh seeds, and not run on the rest: "
             f"{', '.join(dropped)}. Their numbers rest on the seeds that they ran."
         )
-    columns = ("allocation", "loss", "accuracy", "to uniform", "interval")
-    shown = len(columns) if fresh else 3
-    caption = (
-        "Points are seeds, bars the simultaneous intervals of the mean over the fresh ones. "
-        "A bar that crosses 0 is no evidence."
-    )
-    return Section(
-        "Comparison with uniform",
-        tuple(text),
-        _drawn(figures.seeds(findings), caption),
-        (Table(columns[:shown], tuple(row[:shown] for row in rows)),),
-    )
 
 
 def _allocations(findings: Findings) -> Section:
