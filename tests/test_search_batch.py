@@ -11,9 +11,11 @@ import pytest
 
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler import BudgetSampler, batch, budget
-from search.sampler.batch import _spread, results_per_model
-from search.sampler.history import History
-from studies.encoding import distributions, from_params
+from search.sampler.batch import Batches, Learnt, _spread, results_per_model
+from search.sampler.evidence import learn
+from search.sampler.features import FeatureMap
+from search.sampler.history import History, read_history
+from studies.encoding import distributions, from_params, to_params
 
 BUDGET = ExpertBudget(10, 40, 1, 8)
 SPACE = dict(distributions(BUDGET))
@@ -128,3 +130,51 @@ def test_contrasts_that_tell_the_same_come_last() -> None:
         [1, 1, 8, 8],
         [7, 7, 1, 1],
     ]
+    near = np.array([[5, 5, 3, 3], [5, 5, 4, 3], [5, 3, 5, 3]])  # a cosine of .84: not alike
+    assert _spread(near, best).tolist() == near.tolist()
+
+
+def finished_study(count: int) -> History:
+    """Give the history of so many finished trials."""
+    study = optuna.create_study()
+    rng = np.random.default_rng(1)
+    for allocation in {BUDGET.uniform(rng) for _ in range(2 * count)}:
+        if len(study.get_trials(deepcopy=False)) < count:
+            value = -math.log1p(allocation.experts[0])
+            params = to_params(allocation)
+            study.add_trial(
+                optuna.create_trial(params=params, distributions=SPACE, value=value)  # type: ignore[arg-type]
+            )
+    return read_history(study.get_trials(deepcopy=False), BUDGET, study.direction)
+
+
+@pytest.mark.parametrize(
+    ("learnt_after", "kept"), [(100, True), (91, True), (89, False), (101, False)]
+)
+def test_variances_are_kept_until_the_history_has_grown_by_a_tenth(
+    learnt_after: int, kept: bool
+) -> None:
+    history, features = finished_study(100), FeatureMap(BUDGET)
+    before = Learnt(learn(features, history.measured.observations), learnt_after)
+    made = batch.Batch(BUDGET, features, history, np.random.default_rng(0), before)
+    assert (made.learnt is before) == kept
+    assert made.learnt.finished == (learnt_after if kept else 100)
+
+
+def test_proposals_go_on_when_all_ranked_ones_are_taken() -> None:
+    history, rng = finished_study(40), np.random.default_rng(0)
+    made = batch.Batch(BUDGET, FeatureMap(BUDGET), history, rng, None)
+    ranked = {Allocation(row) for rows in made._ranked.values() for row in rows}
+    taken = history.taken | ranked
+    assert made.next(taken, rng) not in taken
+    assert not made.serves(BUDGET)
+
+
+def test_another_part_of_the_budget_gets_a_batch_of_its_own() -> None:
+    history, rng = finished_study(40), np.random.default_rng(0)
+    batches = Batches(FeatureMap(BUDGET))
+    part = ExpertBudget(10, 40, 1, [2, *[8] * 9])
+    proposed = [batches.next(among, history, 10, rng) for among in (BUDGET, part, BUDGET, part)]
+    assert proposed[1] in part
+    assert proposed[3] in part
+    assert max(proposed[0].experts[0], proposed[2].experts[0]) > 2
