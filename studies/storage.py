@@ -109,6 +109,8 @@ def connect(url: str, *, create: bool, on_trouble: OnTrouble | None = None) -> P
         options: dict[str, Any]
         if path is not None:
             _check_file(path, create)
+            if on_trouble is not None:
+                _check_writable(path)
             seconds = BUSY_SECONDS if on_trouble is None else PATIENT_BUSY_SECONDS
             options = {"connect_args": {"timeout": seconds}}
         else:
@@ -183,6 +185,14 @@ def _check_file(path: Path, create: bool) -> None:
         (verdict,) = database.execute(f"PRAGMA quick_check({scope})").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(f"it is damaged ({verdict}); bring back a copy of it")
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse at once what is waited for where it happens later."""
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError("you may not write to it, or its file system is read-only")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError("you may not write to its folder, where SQLite needs a journal")
 
 
 def _reason(error: BaseException, url: str) -> str:

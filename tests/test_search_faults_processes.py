@@ -226,6 +226,37 @@ def test_a_full_disk_can_be_left_and_gone_on_with(
     check_finished(tmp_path)
 
 
+def test_a_store_that_becomes_read_only_is_waited_for(searches: Nursery, tmp_path: Path) -> None:
+    search = searches.start(tmp_path, pace=PACE, modest=True)
+    wait_for(tmp_path / "err.txt", "trial 1 ")
+    (tmp_path / "runs/mine").chmod(0o555)  # no journal can be made then, or removed
+    wait_for(tmp_path / "err.txt", "waiting until that is over")
+    (tmp_path / "runs/mine").chmod(0o755)
+    assert search.wait() == 0
+    assert errors(tmp_path).count("the storage can be used again") == 1
+    check_finished(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0])
+def test_a_store_out_of_reach_can_be_left_and_gone_on_with(
+    searches: Nursery, tmp_path: Path, mode: int
+) -> None:
+    search = searches.start(tmp_path, pace=PACE, modest=True)
+    wait_for(tmp_path / "err.txt", "trial 1 ")
+    (tmp_path / "runs/mine").chmod(mode)
+    wait_for(tmp_path / "err.txt", "waiting until that is over")
+    search.signal(signal.SIGINT)
+    assert search.wait() == 128 + signal.SIGINT
+    assert "Stopped; " in errors(tmp_path)
+    assert "To go on: python -m " in errors(tmp_path)
+    (tmp_path / "runs/mine").chmod(0o555)
+    assert searches.start(tmp_path, modest=True).wait() == 2
+    assert "Error: cannot use the storage " in errors(tmp_path).splitlines()[-1]
+    (tmp_path / "runs/mine").chmod(0o755)
+    assert searches.start(tmp_path, modest=True).wait() == 0
+    check_finished(tmp_path)
+
+
 def fill(path: Path) -> None:
     """Leave no room on a file system."""
     with path.open("wb", buffering=0) as file:
