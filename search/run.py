@@ -188,7 +188,8 @@ def _demo_defaults() -> str:
     type=rate,
     metavar="SECONDS",
     help="End a proxy that takes longer, with its process, and try it once more.  [default: 10 "
-    "times the slowest so far, at least 10 minutes; before one has finished, an hour of silence]",
+    "times the slowest so far, at least 10 minutes; or after an hour of silence, or as long as the "
+    "slowest]",
 )
 @option(
     "Study",
