@@ -161,7 +161,8 @@ def _demo_defaults() -> str:
     "Machines",
     "--workers",
     type=Whole(1, MOST_WORKERS),
-    help="Proxies at a time.  [default: one per GPU, else one per core, at most 4]",
+    help="Proxies at a time.  [default: one per GPU, else one per core, at most 4, and more on the "
+    "nodes that join a cluster later]",
 )
 @option(
     "Machines",

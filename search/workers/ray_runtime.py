@@ -117,6 +117,12 @@ class RayWatch:
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         return None if self._node in alive else "this machine has dropped out of the Ray cluster"
 
+    def nodes(self) -> list[dict[str, float]] | None:
+        """Give the resources of each node that is alive; None while the head does not answer."""
+        if self._missed_since is not None:
+            return None
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
     def _answers(self) -> bool:
         if self._by_client:
             return bool(self._ray.util.client.ray.is_connected())
