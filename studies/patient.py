@@ -32,7 +32,7 @@ RESCUED = ".rescued"  # added to the name of a store that was deleted under a se
 # Trying again helps against none of these.
 _FINAL = re.compile(
     r"malformed|not a database|no such (table|column)|schema|permission denied|does not exist"
-    r"|authentication failed|too long|driver is not installed",
+    r"|authentication failed|too long|driver is not installed|could not decode",
     re.IGNORECASE,
 )
 _READONLY = re.compile("readonly|read-only", re.IGNORECASE)
