@@ -96,7 +96,12 @@ FOLDER = "full"  # in the study's folder
     type=Number(min=0),
     help="GPUs of a worker, as for search.run.",
 )
-@option("Machines", "--address", help="Ray cluster to join, or auto, as for search.run.")
+@option(
+    "Machines",
+    "--address",
+    metavar="HOST:PORT|auto",
+    help="Ray cluster to join, as for search.run.",
+)
 @option(
     "Machines",
     "--trial-timeout",

@@ -174,7 +174,9 @@ def _demo_defaults() -> str:
 @option(
     "Machines",
     "--address",
-    help="Ray cluster to join, or auto.  [default: start Ray on this machine]",
+    metavar="HOST:PORT|auto",
+    help="Ray cluster to join, of which this machine is a part.  [default: start Ray on this "
+    "machine]",
 )
 @option(
     "Machines",

@@ -187,6 +187,18 @@ def test_a_ray_that_is_too_slow_to_start_is_one_line(monkeypatch: pytest.MonkeyP
         connect("auto")
 
 
+def test_a_ray_client_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("ray://head:10001", "http://head:8265"):
+        with pytest.raises(
+            ValueError, match=f"^--address {address}: a search does not run"
+        ) as said:
+            connect(address)
+        assert len(str(said.value).splitlines()) == 1
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")  # which auto is
+    with pytest.raises(ValueError, match="^--address ray://head:10001: a search does not run"):
+        connect("auto")
+
+
 def test_a_cluster_that_wants_a_token_is_recognised() -> None:
     text = "Last connection error: ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken"
     refused, gone = ConnectionError("Failed to connect"), ConnectionError("Failed to connect")
