@@ -200,7 +200,7 @@ def _check_writable(path: Path) -> None:
     """Refuse at once what is waited for where it happens later."""
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError("you may not write to it, or its file system is read-only")
-    if not os.access(path.parent, os.W_OK):
+    if not os.access(path.resolve().parent, os.W_OK):  # whatever links lead to it
         raise PermissionError("you may not write to its folder, where SQLite needs a journal")
 
 
