@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -199,8 +200,7 @@ def test_a_full_disk_is_waited_for(searches: Nursery, small_disk: Path, tmp_path
     search = searches.start(tmp_path, "--root", "small", pace=PACE)
     wait_for(tmp_path / "err.txt", "trial 1 ")
     filler = small_disk / "filler"
-    fill(filler)
-    wait_for(tmp_path / "err.txt", "database or disk is full; waiting until that is over")
+    fill_until(filler, tmp_path / "err.txt", "database or disk is full; waiting until that is over")
     filler.unlink()
     assert search.wait() == 0
     assert errors(tmp_path).count("the storage can be used again") == 1
@@ -215,8 +215,7 @@ def test_a_full_disk_can_be_left_and_gone_on_with(
     search = searches.start(tmp_path, "--root", "small", pace=PACE)
     wait_for(tmp_path / "err.txt", "trial 1 ")
     filler = small_disk / "filler"
-    fill(filler)
-    wait_for(tmp_path / "err.txt", "waiting until that is over")
+    fill_until(filler, tmp_path / "err.txt", "waiting until that is over")
     search.signal(signal.SIGINT)
     assert search.wait() == 128 + signal.SIGINT
     assert "To go on: " in errors(tmp_path)
@@ -257,11 +256,11 @@ def test_a_store_out_of_reach_can_be_left_and_gone_on_with(
     check_finished(tmp_path)
 
 
-def fill(path: Path) -> None:
-    """Leave no room on a file system."""
-    with path.open("wb", buffering=0) as file:
-        try:
+def fill_until(path: Path, told: Path, text: str) -> None:
+    """Leave no room on a file system, not even that of a journal that was there, until it shows."""
+    deadline = time.monotonic() + 60
+    while text not in told.read_text(errors="replace"):
+        assert time.monotonic() < deadline, told.read_text(errors="replace")
+        with path.open("ab", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
-        except OSError:
-            pass
