@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 from peft import PeftConfig, TaskType
 
 from mola.allocation import Allocation
+from mola.patterns import is_quick
 from mola.settings import MAX_RANK
 
 FORMAT_VERSION = 2  # 1 lacks the balance loss's variant and the marks of the base model
+QUICK = "(of at most four unbounded repeats, none in another)"
 BALANCE_VARIANTS = ("per_router", "pooled")
 
 
@@ -46,7 +47,7 @@ class MolaConfig(PeftConfig):
         lora_alpha: The adapter's output is scaled by `lora_alpha / r`.
         lora_dropout: Probability with which an input of the experts is dropped in training.
         target_modules: Names, suffixes or a regular expression, as in PEFT; None is every linear
-            layer of the blocks.
+            layer of the blocks. An expression must be matched quickly, see `mola.patterns`.
         exclude_modules: Modules to leave out, in the same form.
         top_k: Experts that a token is sent to; a layer with fewer uses all of them.
         router_aux_loss_coef: Weight of the balance loss; 0 turns it off.
@@ -113,11 +114,12 @@ class MolaConfig(PeftConfig):
         yield "router_aux_loss_coef", _is_number(aux) and aux >= 0, "0 or more"
         variant, variants = self.router_aux_loss_variant, " or ".join(BALANCE_VARIANTS)
         yield "router_aux_loss_variant", variant in BALANCE_VARIANTS, variants
-        names = "module names or a regular expression"
+        names = f"module names or a regular expression {QUICK}"
         yield "target_modules", _are_modules(self.target_modules), names
         yield "exclude_modules", _are_modules(self.exclude_modules), names
         saved = self.modules_to_save
-        yield "modules_to_save", saved is None or _are_patterns(saved), "a list of module names"
+        quick = saved is None or (_are_names(saved) and _are_quick_suffixes(saved))
+        yield "modules_to_save", quick, f"a list of module names, or of regular expressions {QUICK}"
         seed = self.init_seed
         yield "init_seed", seed is None or _is_integer(seed), "an integer or null"
         for name in ("base_model_name_or_path", "base_model_type", "revision"):
@@ -165,16 +167,14 @@ def _are_numbers(value: object) -> bool:
 
 
 def _are_modules(value: object) -> bool:
-    return value is None or _are_patterns([value] if isinstance(value, str) else value)
+    return value is None or (is_quick(value) if isinstance(value, str) else _are_names(value))
 
 
-def _are_patterns(value: object) -> bool:
-    """Whether these are texts, and regular expressions, as which PEFT reads most of them."""
-    if not isinstance(value, (list, tuple, set)) or not all(isinstance(v, str) for v in value):
-        return False
-    try:
-        for pattern in value:
-            re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
+def _are_names(value: object) -> bool:
+    return isinstance(value, (list, tuple, set)) and all(isinstance(v, str) for v in value)
+
+
+def _are_quick_suffixes(patterns: Sequence[str]) -> bool:
+    """Judge `modules_to_save`, which PEFT reads as regular expressions, in this place."""
+    together = "|".join(rf"(^|.*\.){pattern}($|\..*)" for pattern in patterns)
+    return all(map(is_quick, patterns)) and is_quick(together)

@@ -16,11 +16,13 @@ from search.console.cli import (
     Whole,
     first_seed,
     option,
+    rate,
     study_options,
     user_errors,
 )
 from search.console.signals import StopSignals
 from search.console.terminal import calm_libraries, warnings_as_lines
+from search.deadline import Deadline
 from search.full.options import full_training_options
 from search.full.plan import Options, Plan, prepare
 
@@ -94,7 +96,20 @@ FOLDER = "full"  # in the study's folder
     type=Number(min=0),
     help="GPUs of a worker, as for search.run.",
 )
-@option("Machines", "--address", help="Ray cluster to join, or auto, as for search.run.")
+@option(
+    "Machines",
+    "--address",
+    metavar="HOST:PORT|auto",
+    help="Ray cluster to join, as for search.run.",
+)
+@option(
+    "Machines",
+    "--trial-timeout",
+    type=rate,
+    metavar="SECONDS",
+    help="End a fine-tune that takes longer, with its process, and go on with it once more from "
+    "its checkpoint.  [default: as for search.run]",
+)
 @study_options
 @click.pass_context
 def main(ctx: click.Context, /, **values: Any) -> int:
@@ -200,7 +215,8 @@ def _run(
         try:
             pool = _open_pool(values, plan, signals)
             try:
-                lost = finish_runs(comparison, jobs, steps, pool, say, signals.requested)
+                deadline = Deadline(values["trial_timeout"])
+                lost = finish_runs(comparison, jobs, steps, pool, say, signals.requested, deadline)
             finally:
                 pool.close()
         except StopRequestedError as error:
@@ -210,7 +226,9 @@ def _run(
             say(f"Error: {error}")
             return FAILED
     if lost:
-        say(f"Error: {len(lost)} fine-tunes failed; the same command tries them again")
+        _report(comparison, plan)
+        failed = "1 fine-tune" if len(lost) == 1 else f"{len(lost)} fine-tunes"
+        say(f"Error: {failed} failed; the same command goes on")
         return FAILED
     return 0
 
@@ -236,14 +254,19 @@ def _open_pool(values: dict[str, Any], plan: Plan, signals: StopSignals) -> Any:
 
 
 def _report(comparison: optuna.Study, plan: Plan) -> None:
+    """Print what the seeds say that all allocations have run on; nothing if there is none."""
     from rich.console import Console
 
     from search.full.print_comparison import print_comparison
     from search.full.store import runs_of
 
-    wanted = {(a.experts, seed) for a in plan.allocations.values() for seed in plan.seeds}
-    runs = [run for run in runs_of(comparison) if (run.experts, run.seed) in wanted]
-    print_comparison(Console(), plan.conditions, plan.allocations, runs)
+    wanted = {allocation.experts for allocation in plan.allocations.values()}
+    runs = [run for run in runs_of(comparison) if run.experts in wanted]
+    done = {(run.experts, run.seed) for run in runs}
+    whole = {seed for seed in plan.seeds if all((experts, seed) in done for experts in wanted)}
+    if whole:
+        runs = [run for run in runs if run.seed in whole]
+        print_comparison(Console(), plan.conditions, plan.allocations, runs)
 
 
 if __name__ == "__main__":

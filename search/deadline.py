@@ -39,6 +39,7 @@ class Deadline:
             limit = self.fixed or max(LEAST_SECONDS, TIMES_SLOWEST * self.slowest)
             if running > limit:
                 return f"no result after {limit:.0f} s (--trial-timeout), its worker was ended"
-        elif silent > SILENT_SECONDS:
-            return f"nothing heard of it for {SILENT_SECONDS:.0f} s, its worker was ended"
+        limit = max(SILENT_SECONDS, self.slowest)
+        if self.fixed is None and silent > limit:
+            return f"nothing heard of it for {limit:.0f} s (--trial-timeout), its worker was ended"
         return None

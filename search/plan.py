@@ -256,8 +256,11 @@ def check_reachable(address: str) -> None:
         address: `host:port`; others, such as `auto`, are Ray's to resolve.
 
     Raises:
-        ValueError: nobody answers.
+        ValueError: nobody answers, or it is none of a cluster.
     """
+    from search.workers.ray_runtime import check_address
+
+    check_address(address)
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdecimal() and "/" not in host):
         return

@@ -161,7 +161,8 @@ def _demo_defaults() -> str:
     "Machines",
     "--workers",
     type=Whole(1, MOST_WORKERS),
-    help="Proxies at a time.  [default: one per GPU, else one per core, at most 4]",
+    help="Proxies at a time.  [default: one per GPU, else one per core, at most 4, and more on the "
+    "nodes that join a cluster later]",
 )
 @option(
     "Machines",
@@ -173,7 +174,9 @@ def _demo_defaults() -> str:
 @option(
     "Machines",
     "--address",
-    help="Ray cluster to join, or auto.  [default: start Ray on this machine]",
+    metavar="HOST:PORT|auto",
+    help="Ray cluster to join, of which this machine is a part.  [default: start Ray on this "
+    "machine]",
 )
 @option(
     "Machines",
@@ -188,7 +191,8 @@ def _demo_defaults() -> str:
     type=rate,
     metavar="SECONDS",
     help="End a proxy that takes longer, with its process, and try it once more.  [default: 10 "
-    "times the slowest so far, at least 10 minutes; before one has finished, an hour of silence]",
+    "times the slowest so far, at least 10 minutes; or after an hour of silence, or as long as the "
+    "slowest]",
 )
 @option(
     "Study",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import ray.util.client
 from optuna.storages import InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -23,6 +24,7 @@ from search.priors.named import named_allocations
 from search.sampler import BudgetSampler, remaining
 from search.sampler.history import all_trials, allocation_of, read_history
 from search.sampler.joint import BudgetExhausted
+from search.shared_claim import share_claim
 from studies import encoding
 from studies.records import (
     BLAMELESS_ATTR,
@@ -54,7 +56,11 @@ class BudgetSearcher(Searcher):
     The study is the only memory. `save` writes nothing that `restore` would need, so a `Tuner` that
     is restored, or a new one over the same study, goes on from what the study holds. A new searcher
     ends what a killed one left running, and enqueues it again; a restored one does not, because
-    Tune may go on with it. One `Tuner` at a time may work on a study.
+    Tune may go on with it.
+
+    One process at a time may work on a study in a database: the searcher and its copies hold it, as
+    `search.run` does, until the last of them is gone. In the process itself a new searcher takes
+    over from an older one. With a Ray client the cluster's process holds it, where the `Tuner` is.
 
     Example:
         >>> searcher = BudgetSearcher(  # doctest: +SKIP
@@ -79,7 +85,7 @@ class BudgetSearcher(Searcher):
 
     Raises:
         ValueError: The study has another direction or is about another budget, or a warm start is
-            not in the budget.
+            not in the budget; or another process works on the study.
     """
 
     def __init__(
@@ -110,12 +116,34 @@ class BudgetSearcher(Searcher):
                     f"the study {self._study.study_name!r} is about {spec.budget}, not {budget}"
                 )
             self._seed = spec.seed
+        self._claim = share_claim(self._study)
         self._study.sampler = BudgetSampler(budget, seed=self._seed, priors=warm_start or ())
         self._reclaim()
         self._enqueue(tuple(named_allocations(budget)) if warm_start is None else warm_start)
+        if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+            self._claim = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the claim, which is this process's."""
+        return {key: value for key, value in vars(self).items() if key != "_claim"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, or what a restored `Tuner` goes on with.
+
+        Raises:
+            ValueError: Another process works on the study.
+        """
+        vars(self).update(state)
+        self._claim = share_claim(self._study)
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
-        """Give the next allocation, or say that none is left."""
+        """Give the next allocation, or say that none is left.
+
+        Raises:
+            ClaimLostError: Another process has taken the study over, as after a long sleep.
+        """
+        if self._claim is not None:
+            self._claim.check()
         study = self._study
         while True:
             waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))

@@ -71,8 +71,8 @@ def claim(
         try:
             yield Claim()
         finally:
-            Path(file.name).unlink(missing_ok=True)  # still locked, so that no other has it
-            file.close()
+            with file, suppress(OSError):  # where nobody may remove it, it can be locked again
+                Path(file.name).unlink()  # still locked, so that no other has it
         return
     with _Lease(study, url).taken(say) as lease:
         yield lease

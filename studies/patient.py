@@ -1,4 +1,4 @@
-"""Keep a storage usable through trouble that passes: a full disk, a lock, a restarted server.
+"""Keep a storage usable through trouble that passes: a full or read-only disk, a lock, a restart.
 
 Every operation of Optuna's storage is one transaction, so that one that failed can be tried again.
 What does not pass, or not soon, becomes one clear error; passwords are masked by the caller.
@@ -10,7 +10,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +31,11 @@ RESCUED = ".rescued"  # added to the name of a store that was deleted under a se
 
 # Trying again helps against none of these.
 _FINAL = re.compile(
-    r"readonly|read-only|malformed|not a database|no such (table|column)|schema|permission denied"
-    r"|does not exist|authentication failed|too long|driver is not installed",
+    r"malformed|not a database|no such (table|column)|schema|permission denied|does not exist"
+    r"|authentication failed|too long|driver is not installed|could not decode",
     re.IGNORECASE,
 )
+_READONLY = re.compile("readonly|read-only", re.IGNORECASE)
 _OPERATIONS = (
     "create_new_study",
     "get_all_studies",
@@ -155,6 +156,8 @@ class PatientStorage(RDBStorage):
                 self._on_trouble(trouble)
                 told = True
                 time.sleep(pause)
+                if _READONLY.search(reason):
+                    self.engine.dispose()  # a file that SQLite opened to read stays so
                 waited += pause
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             else:
@@ -170,8 +173,19 @@ class PatientStorage(RDBStorage):
             StoreError: It was moved, deleted or replaced; what it held is saved beside it.
         """
         path, known = self._path, getattr(self, "_file", None)
-        if path is None or known is None or _identity(path) == known:
+        if path is None or known is None:
             return
+        with suppress(PermissionError):  # of a folder; SQLite then has its own trouble with it
+            if _identity(path) == known:
+                return
+            self._give_up(path)
+
+    def _give_up(self, path: Path) -> None:
+        """Save what a file held that is no longer there, and say so.
+
+        Raises:
+            StoreError: Always.
+        """
         saved = self._rescue(path)
         self._path = None  # said once; what follows is only the end of this process
         what = f"{path} was moved, deleted or replaced while it was in use"
@@ -199,6 +213,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
     """Tell a file from another one of the same name; None if there is none."""
     try:
         found = path.stat()
+    except PermissionError:
+        raise
     except OSError:
         return None
     return found.st_dev, found.st_ino

@@ -170,7 +170,7 @@ def records(study: optuna.Study) -> list[TrialRecord]:
     """Give all trials in the order of their numbers.
 
     A trial whose driver was killed while the proposal was being written has no allocation, and
-    is left out.
+    is left out; with a result it would have one.
 
     Raises:
         ForeignDataError: Another program wrote the study or one of its trials.
@@ -218,6 +218,8 @@ def _reader(study: optuna.Study) -> OncePerTrial[TrialRecord | None]:
 def _record(trial: FrozenTrial, names: list[str], seed: int) -> TrialRecord | None:
     allocation = _allocation(trial, names)
     if allocation is None:
+        if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+            raise ValueError(f"trial {trial.number} has a result, but no allocation")
         return None
     attrs = trial.user_attrs
     _check(trial)

@@ -20,7 +20,7 @@ from studies.patient import OnTrouble, PatientStorage, StoreError
 STORE_FILE = "study.db"
 BUSY_SECONDS = 60  # how long SQLite waits for a lock that another process holds
 PATIENT_BUSY_SECONDS = 5  # the same where trouble is waited for, in a way that Ctrl-C can end
-_LARGE = 2**26  # bytes of a file from which on one table is checked, not all, which takes seconds
+_LARGE = 2**29  # bytes of a file from which on a reader checks one table: all would take seconds
 CONNECT_SECONDS = 10  # how long a database server may take to answer
 _SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 _SECRET_ARGUMENT = re.compile(rf"([?&][^=&]*(?:{_SECRET.pattern})[^=&]*=)[^&]*", re.IGNORECASE)
@@ -108,7 +108,10 @@ def connect(url: str, *, create: bool, on_trouble: OnTrouble | None = None) -> P
     with one_line_errors(url):
         options: dict[str, Any]
         if path is not None:
-            _check_file(path, create)
+            writes = create or on_trouble is not None
+            _check_file(path, create, whole=writes)
+            if on_trouble is not None:
+                _check_writable(path)
             seconds = BUSY_SECONDS if on_trouble is None else PATIENT_BUSY_SECONDS
             options = {"connect_args": {"timeout": seconds}}
         else:
@@ -161,8 +164,14 @@ def _parse(url: str) -> URL:
         ) from None
 
 
-def _check_file(path: Path, create: bool) -> None:
-    """Refuse a file that Optuna would not, or not clearly: another program's, or a damaged one."""
+def _check_file(path: Path, create: bool, *, whole: bool) -> None:
+    """Refuse a file that Optuna would not, or not clearly: another program's, or a damaged one.
+
+    Args:
+        path: Of the database.
+        create: Whether it may be missing.
+        whole: Whether all of it is checked, however large it is.
+    """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the file in it")
     if not path.exists():
@@ -179,10 +188,20 @@ def _check_file(path: Path, create: bool) -> None:
         tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master")}
         if tables and not {"studies", "version_info"} <= tables:
             raise sqlite3.DatabaseError("it is the database of another program, not of Optuna")
-        scope = "1" if path.stat().st_size < _LARGE else "trials"
-        (verdict,) = database.execute(f"PRAGMA quick_check({scope})").fetchone()
+        scope = "1" if whole or path.stat().st_size < _LARGE else "trials"
+        # The quick check passes over indexes, and what they lack would be read as if it were not.
+        (verdict,) = database.execute(f"PRAGMA integrity_check({scope})").fetchone()
         if verdict != "ok":
-            raise sqlite3.DatabaseError(f"it is damaged ({verdict}); bring back a copy of it")
+            text = " ".join(verdict.split())
+            raise sqlite3.DatabaseError(f"it is damaged ({text}); bring back a copy of it")
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse at once what is waited for where it happens later."""
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError("you may not write to it, or its file system is read-only")
+    if not os.access(path.resolve().parent, os.W_OK):  # whatever links lead to it
+        raise PermissionError("you may not write to its folder, where SQLite needs a journal")
 
 
 def _reason(error: BaseException, url: str) -> str:

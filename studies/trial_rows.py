@@ -26,6 +26,7 @@ from sqlalchemy import Connection, Table, select
 from sqlalchemy.sql import ColumnElement
 
 from studies.encoding import param_names
+from studies.patient import StoreError
 
 PARAMS_ATTR = "budget:params"  # system attribute: {"experts": [...], "low": [...], "high": [...]}
 _LARGE = 1000  # characters from which on an attribute is decoded on demand
@@ -72,7 +73,21 @@ def read_trials(connection: Connection, which: Condition) -> list[FrozenTrial]:
 
     Returns:
         The trials, in the order of their ids.
+
+    Raises:
+        StoreError: One holds what neither Optuna nor we write.
     """
+    try:
+        return _read_trials(connection, which)
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise StoreError(
+            f"a trial in the store cannot be read ({text:.200}): the store is damaged, or another "
+            "program wrote to it; bring back a copy of it"
+        ) from error
+
+
+def _read_trials(connection: Connection, which: Condition) -> list[FrozenTrial]:
     columns = TRIALS.c
     chosen = select(
         columns.trial_id,

@@ -70,6 +70,7 @@ class Nursery:
         *arguments: str,
         pace: float = 0.0,
         die_at: int = 0,
+        modest: bool = False,
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
@@ -81,6 +82,7 @@ class Nursery:
             arguments: More options of the command.
             pace: Seconds that each poll of the pool takes.
             die_at: Number of the statement or commit before which it kills itself; 0: none.
+            modest: Whether file modes bind it, even if it is root.
             stdin: In place of an empty file.
             stdout: In place of out.txt.
             stderr: In place of err.txt.
@@ -92,7 +94,7 @@ class Nursery:
                 os.dup(err.fileno() if stderr is None else stderr),
             ]
         request = {"start": [*ARGUMENTS, *arguments], "folder": str(folder)}
-        request |= {"pace": pace, "die_at": die_at}
+        request |= {"pace": pace, "die_at": die_at, "modest": modest}
         pid = self.ask(request, files)
         for file in files:
             os.close(file)
@@ -206,6 +208,8 @@ def _become(request: dict[str, Any], files: list[int]) -> int:
     os.chdir(request["folder"])
     _pretend(request["pace"])
     _die_at(request["die_at"])
+    if request["modest"]:
+        _be_modest()
     try:
         search.run.main(request["start"])
     except SystemExit as end:
@@ -243,6 +247,16 @@ def _pretend(pace: float) -> None:
     search.job._write_files = lambda *_: None  # type: ignore[assignment]
     search.report.dashboard.refresh = lambda *_: None
     search.job.settle_priors = lambda *_: ()  # type: ignore[assignment]
+
+
+def _be_modest() -> None:
+    """Give up all capabilities, among them that of root to ignore the modes of files."""
+    import ctypes
+
+    version_3_of_ourselves = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    none = (ctypes.c_uint32 * 6)()
+    if os.geteuid() == 0 and ctypes.CDLL(None).capset(version_3_of_ourselves, none) != 0:
+        raise OSError("capabilities cannot be given up")
 
 
 def _relax() -> None:

@@ -14,12 +14,14 @@ from pretend_study import SPEC as PRETEND
 from pretend_study import searched_study
 
 import search.compare
+import search.full.compare_job
 from mola.allocation import Allocation
 from mola.base import load_tokenizer, model_fingerprint
 from mola.data import TaskData, encode_splits, load_splits
 from mola.events import Finished, Step
 from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.compare import main
+from search.deadline import Deadline
 from search.full.compare_job import StopRequestedError, Wanted, finish_runs, missing_runs
 from search.full.print_runs import pareto
 from search.full.results import CHECKPOINT, Conditions, Run, Scores
@@ -61,7 +63,7 @@ def run_of(job: FullJob, value: float = 0.5, test: float | None = 0.6) -> Run:
 
 
 class FullPool:
-    """Takes one step of each running fine-tune per poll, two steps to the end."""
+    """Takes one step of each running fine-tune per poll; one hangs whose script has no end."""
 
     def __init__(self, size: int = 2, script: Callable[[FullJob], list[Any]] | None = None) -> None:
         self.size = size
@@ -69,6 +71,7 @@ class FullPool:
         self.running: dict[int, list[Any]] = {}
         self.started: list[FullJob] = []
         self.stopped: list[int] = []
+        self.killed: list[int] = []
         self.closed = False
 
     @property
@@ -81,8 +84,10 @@ class FullPool:
         self.running[job.number] = self.script(job)
 
     def poll(self, timeout_seconds: float) -> list[tuple[int, Any]]:
-        events = [(number, left.pop(0)) for number, left in self.running.items()]
-        self.running = {n: left for n, left in self.running.items() if left}
+        events = [(number, left.pop(0)) for number, left in self.running.items() if left]
+        for number, event in events:
+            if isinstance(event, (Run, Failed)):
+                del self.running[number]
         return events
 
     def resume(self, number: int) -> None:
@@ -90,6 +95,10 @@ class FullPool:
 
     def stop(self, number: int) -> None:
         self.stopped.append(number)
+        del self.running[number]
+
+    def kill(self, number: int) -> None:
+        self.killed.append(number)
         del self.running[number]
 
     def close(self) -> None:
@@ -113,8 +122,8 @@ def wanted(tmp_path: Path, *seeds: int) -> Wanted:
 
 
 def finish(study: optuna.Study, jobs: list[FullJob], pool: FullPool, **how: Any) -> list[FullJob]:
-    stop = how.get("stop", lambda: False)
-    return finish_runs(study, jobs, 4, pool, how.get("say", lambda line: None), stop)
+    stop, say = how.get("stop", lambda: False), how.get("say", lambda line: None)
+    return finish_runs(study, jobs, 4, pool, say, stop, how.get("deadline", Deadline()))
 
 
 def test_each_run_is_done_once_seed_by_seed(comparison: optuna.Study, tmp_path: Path) -> None:
@@ -163,6 +172,50 @@ def test_a_run_that_fails_is_tried_once_more(comparison: optuna.Study, tmp_path:
     assert "winner, seed 10 failed: the worker died" in lines
     assert [run.name for run in runs_of(comparison)] == ["winner"]
     assert missing_runs(comparison, wanted(tmp_path, 10))[0].name == "5555"
+
+
+@pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a quarter of an hour pass between two looks at the clock."""
+
+    class Hours:
+        seconds = 0.0
+
+        def look(self) -> float:
+            self.seconds += 900
+            return self.seconds
+
+    monkeypatch.setattr(search.full.compare_job, "AwakeClock", Hours)
+
+
+def test_a_run_whose_worker_hangs_is_ended_and_tried_once_more(
+    comparison: optuna.Study, tmp_path: Path, hours: None
+) -> None:
+    jobs = missing_runs(comparison, wanted(tmp_path, 10))
+    tries = {0: 0, 1: 0}
+
+    def script(job: FullJob) -> list[Any]:
+        tries[job.number] += 1
+        hangs = job.number == 1 or tries[0] == 1
+        return [Step(2, 1.0)] if hangs else [Step(2, 1.0), run_of(job)]
+
+    lines: list[str] = []
+    pool = FullPool(script=script)
+    assert finish(comparison, jobs, pool, say=lines.append) == [jobs[1]]
+    assert tries == {0: 2, 1: 2}
+    assert sorted(pool.killed) == [0, 1, 1]
+    assert [run.name for run in runs_of(comparison)] == ["winner"]
+    reason = "nothing heard of it for 3600 s (--trial-timeout), its worker was ended"
+    assert f"winner, seed 10 failed: {reason}" in lines
+
+
+def test_a_limit_that_was_given_counts_from_the_start(
+    comparison: optuna.Study, tmp_path: Path, hours: None
+) -> None:
+    jobs = missing_runs(comparison, wanted(tmp_path, 10))[:1]
+    pool = FullPool(script=lambda job: [Step(1, 1.0)] * 99)
+    assert finish(comparison, jobs, pool, deadline=Deadline(2 * 3600.0)) == jobs
+    assert pool.killed == [0, 0]
 
 
 def test_a_stop_saves_what_runs_and_keeps_what_is_done(
@@ -296,6 +349,27 @@ def test_the_command_compares_on_real_workers_and_goes_on(
     monkeypatch.setattr(search.compare, "_open_pool", None)
     again = compare("--with", "5555", str(other), "--seeds", "2")
     assert (again.exit_code, again.stdout) == (0, result.stdout)
+
+
+def test_what_failed_for_good_leaves_the_seeds_of_all_to_be_reported(
+    tmp_path: Path, tiny_model_dir: Path, choices_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_study(tmp_path, tiny_model_dir, choices_dir)
+
+    def script(job: FullJob) -> list[Any]:
+        return [Failed("it hangs")] if (job.name, job.seed) in broken else [run_of(job)]
+
+    monkeypatch.setattr(search.compare, "_open_pool", lambda *_: FullPool(script=script))
+    given = ["--study", "mine", "--root", str(tmp_path), "--data", str(choices_dir)]
+    broken = {("5555", seed) for seed in (10, 11, 12)}
+    result = CliRunner().invoke(main, [*given, "--seeds", "3"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.endswith("Error: 3 fine-tunes failed; the same command goes on\n")
+    broken = {("5555", 11)}
+    result = CliRunner().invoke(main, [*given, "--seeds", "3"])
+    assert result.exit_code == 1
+    assert "over 2 seeds" in result.stdout
+    assert result.stderr.endswith("Error: 1 fine-tune failed; the same command goes on\n")
 
 
 @pytest.mark.parametrize(

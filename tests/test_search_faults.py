@@ -91,11 +91,13 @@ def test_a_deadline_is_learnt_from_the_slowest_and_never_short() -> None:
     assert deadline.overdue(running=1e6, silent=SILENT_SECONDS) is None
     assert "nothing heard" in str(deadline.overdue(running=1e6, silent=SILENT_SECONDS + 1))
     deadline.learn(3.0)
+    assert "nothing heard" in str(deadline.overdue(LEAST_SECONDS, silent=SILENT_SECONDS + 1))
     assert deadline.overdue(LEAST_SECONDS, silent=LEAST_SECONDS) is None
     assert "no result after 600 s" in str(deadline.overdue(LEAST_SECONDS + 1, 0))
     deadline.learn(3600.0)
     deadline.learn(2.0)
-    assert deadline.overdue(36_000.0, silent=36_000.0) is None
+    assert deadline.overdue(36_000.0, silent=3600.0) is None
+    assert "nothing heard of it for 3600 s" in str(deadline.overdue(3700.0, silent=3601.0))
     assert deadline.overdue(36_001.0, silent=0) is not None
     assert Deadline(fixed=5).overdue(6, 0) is not None
 
@@ -183,6 +185,18 @@ def test_a_ray_that_is_too_slow_to_start_is_one_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(PoolError, match="cannot start Ray on this machine: The current node timed"):
         connect(None)
     with pytest.raises(ValueError, match="--address auto: cannot join the cluster: The current"):
+        connect("auto")
+
+
+def test_a_ray_client_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("ray://head:10001", "http://head:8265"):
+        with pytest.raises(
+            ValueError, match=f"^--address {address}: a search does not run"
+        ) as said:
+            connect(address)
+        assert len(str(said.value).splitlines()) == 1
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")  # which auto is
+    with pytest.raises(ValueError, match="^--address ray://head:10001: a search does not run"):
         connect("auto")
 
 

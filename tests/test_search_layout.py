@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search.workers.layout import Layout, plan_layout
+from search.workers.layout import Layout, capacity, plan_layout
 
 LAPTOP = [{"CPU": 2.0}]
 SERVER = [{"CPU": 32.0, "GPU": 8.0}]
@@ -39,6 +39,32 @@ def test_more_than_one_gpu_shards_the_model_within_a_node() -> None:
 
 def test_no_gpu_can_be_asked_for_where_there_are_some() -> None:
     assert plan_layout(SERVER, gpus_per_worker=0).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "expected"),
+    [
+        ([1] * 8, None, Layout(4, 0, 1.0, 1)),  # two cores are nowhere to be had
+        ([2, 2, 2], None, Layout(4, 0, 1.0, 1)),
+        ([8, 8], None, Layout(4, 0, 4.0, 4)),
+        ([0, 16], None, Layout(4, 0, 4.0, 4)),
+        ([4, 2], 3, Layout(3, 0, 2.0, 2)),
+        ([1, 1], 5, Layout(5, 0, 1 / 3, 1)),
+    ],
+)
+def test_on_several_nodes_no_worker_needs_two_of_them(
+    cores: list[int], workers: int | None, expected: Layout
+) -> None:
+    assert plan_layout([{"CPU": float(n)} for n in cores], workers) == expected
+
+
+def test_a_cluster_holds_what_each_of_its_nodes_holds() -> None:
+    small, one = Layout(4, 0, 2.0, 2), Layout(8, 1.0, 0, 4)
+    assert capacity([{"CPU": 8.0}], small) == 4
+    assert capacity([{"CPU": 8.0}, {"CPU": 3.0}, {"CPU": 1.0}, {}], small) == 4 + 1
+    assert capacity([{"CPU": 8.0}, {"CPU": 64.0}], small) == 4 + 4  # each holds the whole model
+    assert capacity([*SERVER, {"CPU": 8.0, "GPU": 2.0}, *LAPTOP], one) == 8 + 2
+    assert capacity(SERVER, Layout(8, 0.3, 0, 1)) == 24
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def test_the_default_name_is_readable_and_finds_the_study_again(run: Run) -> Non
         ({"study": "../elsewhere"}, "'../elsewhere' cannot name a folder"),
         ({"storage": "carrier-pigeon://x"}, "carrier-pigeon"),
         ({"storage": "nonsense"}, "is not a database URL"),
+        ({"address": "ray://head:10001"}, "--address ray://head:10001: a search does not run thr"),
         ({"address": "127.0.0.1:1"}, "--address 127.0.0.1:1: no Ray cluster answers there"),
         ({"config": "nothing.toml"}, "nothing.toml"),
         ({"stepz": 3}, "No such option"),

@@ -18,6 +18,7 @@ import torch
 from pretend_pool import no_waiting_for_the_disk
 from sqlalchemy import event
 
+import search.workers.ray_pool
 from mola.allocation import Allocation, ExpertBudget
 from mola.data import TaskData, encode_splits, load_splits
 from mola.events import Event, Finished, Step
@@ -27,7 +28,7 @@ from search.priors.named import named_allocations
 from search.sampler import BudgetSampler
 from search.sampler.history import all_trials, read_history
 from search.updates import Ended, Update
-from search.workers.pool import Job
+from search.workers.pool import Failed, Job
 from search.workers.proxy import ProxyWorker, Task
 from search.workers.ray_pool import RayPool
 from studies import store
@@ -211,6 +212,9 @@ def close(pool: RayPool) -> None:
         gc.collect()
 
 
+FOR_LONG = 99  # seed of a trial without an end
+
+
 class NodeWorker(ProxyWorker):
     """Pretends to train, many short steps long, and says on which node it did."""
 
@@ -225,7 +229,7 @@ class NodeWorker(ProxyWorker):
         import ray
 
         self._step += 1
-        if self._step < 30:
+        if self._step < 30 or self._job.seed == FOR_LONG:
             return [Step(self._step, 1.0)]
         value = sum(n * (layer + 1) for layer, n in enumerate(self._job.allocation.experts))
         node = ray.get_runtime_context().get_node_id()
@@ -236,8 +240,8 @@ class NodeWorker(ProxyWorker):
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    """Three nodes on this machine, a core each."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Three nodes on this machine, or as many as a test asks for, a core each."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -248,7 +252,7 @@ def cluster() -> Iterator[Any]:
             initialize_head=True,
             head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": soon},
         )
-        for _ in range(2):
+        for _ in range(getattr(request, "param", 3) - 1):
             made.add_node(num_cpus=1)
         yield made
         ray.shutdown()
@@ -331,3 +335,57 @@ def test_a_node_that_dies_loses_a_trial_and_one_that_joins_takes_over(
     assert len({r.allocation for r in own}) == rules.trials
     assert {r.allocation for r in own} >= set(named_allocations(SPEC.budget))
     assert states["WAITING"] == states["RUNNING"] == 0
+
+
+@pytest.mark.parametrize("cluster", [1], indirect=True)
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_workers_follow_the_nodes_unless_their_number_was_given(
+    cluster: Any, data: TaskData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(search.workers.ray_pool, "HEALTH_SECONDS", 0)
+    monkeypatch.setattr(search.workers.ray_pool, "GROWTH_SECONDS", 0)
+    task = Task(ModelSource(), ADAPTER, TRAIN)
+    allocation = Allocation([3, 3, 3, 3])
+
+    def busy(pool: RayPool, first: int) -> None:
+        """Give every worker a trial, and poll as often as that may change anything."""
+        for number in range(first, first + pool.idle):
+            pool.start(Job(number, allocation, FOR_LONG))
+        for _ in range(5):
+            pool.poll(60)
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        left = RayPool(task, data, address=cluster.address, worker=NodeWorker)
+        given = RayPool(task, data, workers=1, address=cluster.address, worker=NodeWorker)
+        assert (left.size, given.size) == (1, 1)
+        given.close()
+        while not left.idle:
+            left.poll(60)
+        fresh = cluster.add_node(num_cpus=2)
+        left.poll(60)
+        assert left.size == 1, "there is nothing to do for another worker"
+        busy(left, 0)
+        assert left.size == 3
+        while left.idle < 2:
+            left.poll(60)
+        busy(left, 10)
+        cluster.remove_node(fresh, allow_graceful=False)
+        lost: list[int] = []
+        while left.size > 1:
+            lost += [number for number, event in left.poll(60) if isinstance(event, Failed)]
+        assert sorted(lost) == [10, 11]
+        left.close()
+
+        given = RayPool(task, data, workers=1, address=cluster.address, worker=NodeWorker)
+        while not given.idle:
+            given.poll(60)
+        cluster.add_node(num_cpus=1)
+        busy(given, 20)
+        assert given.size == 1
+        given.close()
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import ray.util.client
 from pretend_pool import no_waiting_for_the_disk
 from test_studies_store import SPEC
 
@@ -17,6 +22,7 @@ from mola.allocation import Allocation, ExpertBudget
 from search.priors.named import named_allocations
 from search.sampler import BudgetSampler
 from search.tune import BudgetSearcher
+from studies.claim import claim
 from studies.encoding import from_params, to_params
 from studies.store import open_study, reconcile, records
 
@@ -202,6 +208,61 @@ def test_a_study_of_the_search_command_keeps_its_rules(url: str) -> None:
     assert {first.seed, second.seed} == {spec.seed}
     assert reconcile(study) == 1  # search.run starts the third again
     assert [r.allocation for r in records(study) if r.state == "WAITING"][-1] == third.allocation
+
+
+def test_one_process_at_a_time_works_on_a_study(url: str, tmp_path: Path) -> None:
+    ours = searcher(url)
+    study, frozen = ours._study, pickle.dumps(ours)
+    assert len(list(tmp_path.glob("study.db.*.lock"))) == 1
+    copies = [copy.deepcopy(ours), pickle.loads(frozen)]  # noqa: S301 - our own
+    del ours
+    assert len(list(tmp_path.glob("study.db.*.lock"))) == 1
+    copies.clear()
+    gc.collect()
+    assert list(tmp_path.glob("study.db.*.lock")) == []
+
+    script = f"""
+import optuna
+from mola.allocation import ExpertBudget
+from search.tune import BudgetSearcher
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+tune = BudgetSearcher("mine", ExpertBudget(4, 12), metric="loss", mode="min", storage={url!r})
+tune.suggest("a")
+print("works", flush=True)
+input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as other:  # type: ignore[call-overload]
+        assert other.stdout.readline() == b"works\n"
+        said = f"^another search works on the study 'mine': process {other.pid} on "
+        for begin in (
+            lambda: searcher(url),
+            lambda: pickle.loads(frozen),  # noqa: S301 - as Tuner.restore does
+            lambda: claim(study, url).__enter__(),  # as search.run does
+        ):
+            with pytest.raises(ValueError, match=said) as caught:
+                begin()
+            assert len(str(caught.value).splitlines()) == 1
+        other.kill()
+    assert isinstance(searcher(url).suggest("b"), dict)  # the lock of a killed process is no more
+    states = [trial.state.name for trial in trials(url)]
+    assert (states[0], states.count("RUNNING")) == ("FAIL", 1)
+
+
+def test_a_tuner_behind_a_ray_client_finds_the_study_free(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    here = searcher(url)
+    gc.collect()
+    assert here.metric == "loss"
+    assert list(tmp_path.glob("study.db.*.lock")) == []
+
+
+def test_a_study_that_others_cannot_reach_needs_no_claim() -> None:
+    for storage in (None, "sqlite:///:memory:"):
+        study = optuna.create_study(storage=storage)
+        BudgetSearcher(study, BUDGET, metric="loss", mode="min").suggest("a")
 
 
 @pytest.fixture

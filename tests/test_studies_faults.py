@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import optuna
 import pytest
@@ -108,6 +110,39 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, trouble: Trouble) -> None:
         assert attrs_of(path) == {"before": 1, "after": "x" * 2000}
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_store_that_is_read_only_for_a_while_is_waited_for(
+    path: Path, study: optuna.Study, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_ = sqlite3.connect
+
+    def read_only(name: str, **options: Any) -> sqlite3.Connection:
+        return connect_(f"file:{quote(str(path))}?mode=ro", uri=True, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3.dbapi2, "connect", read_only)
+        study._storage._backend.engine.dispose()
+        trouble.mend = patched.undo
+        study.set_user_attr("after", 2)
+    assert all("attempt to write a readonly database" in str(said) for said in trouble.heard[:3])
+    assert trouble.heard[3:] == [None]
+    assert attrs_of(path) == {"before": 1, "after": 2}
+
+
+def test_a_store_that_is_read_only_from_the_start_is_refused(
+    path: Path, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path)
+    forbidden = path
+    # As root, file modes stop nobody.
+    monkeypatch.setattr(os, "access", lambda name, mode: name != forbidden or not mode & os.W_OK)
+    with pytest.raises(ValueError, match="cannot use the storage .*you may not write to it"):
+        made(path, trouble)
+    forbidden = path.parent
+    with pytest.raises(ValueError, match="cannot use the storage .*you may not write to its fol"):
+        made(path, trouble)
+    assert trouble.heard == []
 
 
 def test_trouble_that_nobody_waits_for_is_an_error_at_once(

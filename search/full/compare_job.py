@@ -14,14 +14,31 @@ import optuna
 from mola.allocation import Allocation
 from mola.events import Step
 from search.console.display import duration
+from search.deadline import Deadline
 from search.full.results import CHECKPOINT, Run
 from search.full.store import record_failure, record_run, runs_of
 from search.full.worker import FullJob
+from search.workers.clock import AwakeClock
 from search.workers.pool import Failed, Pool
 
 POLL_SECONDS = 0.5
 SAVE_SECONDS = 120.0  # given to the workers to write their checkpoints when a stop is requested
 MOST_TRIES = 2
+
+
+@dataclass
+class _Running:
+    """A fine-tune that is running.
+
+    Attributes:
+        job: What the worker was told.
+        since: Of the clock, when it started.
+        heard: Of the same clock, when something was last heard of it.
+    """
+
+    job: FullJob
+    since: float
+    heard: float
 
 
 class StopRequestedError(RuntimeError):
@@ -67,8 +84,9 @@ def finish_runs(
     pool: Pool,
     say: Callable[[str], None],
     stop_requested: Callable[[], bool],
+    deadline: Deadline,
 ) -> list[FullJob]:
-    """Run the jobs; one that fails is tried once more.
+    """Run the jobs; one that fails, or whose worker hangs, is tried once more.
 
     Args:
         comparison: Where results are recorded.
@@ -77,6 +95,7 @@ def finish_runs(
         pool: Of `FullWorker`s.
         say: Told of progress, a line at a time.
         stop_requested: Asked between events.
+        deadline: Says which of them hang; learns from those that finish.
 
     Returns:
         The jobs that failed for good.
@@ -85,7 +104,10 @@ def finish_runs(
         StopRequestedError: A stop was requested.
         PoolError: No worker is left and none can be started.
     """
-    waiting, running = deque(jobs), dict[int, FullJob]()
+    clock = AwakeClock()
+    for run in runs_of(comparison):
+        deadline.learn(run.train_seconds)
+    waiting, running = deque(jobs), dict[int, _Running]()
     tries: Counter[int] = Counter()
     lost: list[FullJob] = []
     while waiting or running:
@@ -94,13 +116,15 @@ def finish_runs(
             raise StopRequestedError("stopped; the fine-tunes under way are saved")
         while pool.idle and waiting:
             job = waiting.popleft()
-            running[job.number] = job
+            now = clock.look()
+            running[job.number] = _Running(job, since=now, heard=now)
             pool.start(job)
-        for job, event in _events(pool, running):
+        for job, event in _events(pool, running, deadline, clock):
             if isinstance(event, Step):
                 _say_step(say, job, event, steps)
             elif isinstance(event, Run):
-                del running[job.number]
+                seconds = clock.look() - running.pop(job.number).since  # with the evaluation
+                deadline.learn(max(seconds, event.train_seconds))
                 record_run(comparison, event)
                 (job.folder / CHECKPOINT).unlink(missing_ok=True)
                 say(_result(job, event))
@@ -114,13 +138,23 @@ def finish_runs(
     return lost
 
 
-def _events(pool: Pool, running: Mapping[int, FullJob]) -> Iterator[tuple[FullJob, Any]]:
+def _events(
+    pool: Pool, running: Mapping[int, _Running], deadline: Deadline, clock: AwakeClock
+) -> Iterator[tuple[FullJob, Any]]:
+    """Give what happened to the jobs; the end of those that hang, too."""
     for number, event in pool.poll(POLL_SECONDS):
         if number in running:
-            yield running[number], event
+            running[number].heard = clock.look()
+            yield running[number].job, event
+    now = clock.look()
+    for number, run in list(running.items()):
+        reason = deadline.overdue(now - run.since, now - run.heard)
+        if reason is not None:
+            pool.kill(number)
+            yield run.job, Failed(reason)
 
 
-def _save(pool: Pool, running: Mapping[int, FullJob]) -> None:
+def _save(pool: Pool, running: Mapping[int, _Running]) -> None:
     """Let the workers write their checkpoints, as long as that takes within reason."""
     busy = pool.idle + len(running)
     for number in running:

@@ -1,4 +1,7 @@
-"""Do the fine-tunes of a retrain, each once, and record every result as it comes."""
+"""Do the fine-tunes of a retrain, each once, and record every result as it comes.
+
+They run in this process, so that there is no worker to be given up: whoever waits ends it.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def plan_layout(
         )
     if share == 0:
         count = workers or min(cores, MOST_CPU_WORKERS)
-        return Layout(count, 0, cores / count, max(1, cores // count))
+        cpus = _share_of_cores([node.get("CPU", 0) for node in nodes], count)
+        return Layout(count, 0, cpus, max(1, int(cpus)))
     fits = sum(_fit(int(node.get("GPU", 0)), share) for node in nodes)
     if fits < (workers or 1):
         raise ValueError(
@@ -76,6 +77,30 @@ def plan_layout(
         )
     count = workers or fits
     return Layout(count, share, 0, max(1, cores // count))
+
+
+def capacity(nodes: Sequence[Mapping[str, float]], layout: Layout) -> int:
+    """Count the workers that nodes hold, on CPUs at most `MOST_CPU_WORKERS` on each.
+
+    Args:
+        nodes: As for `plan_layout`.
+        layout: What each worker gets.
+    """
+    if layout.gpus:
+        return sum(_fit(int(node.get("GPU", 0)), layout.gpus) for node in nodes)
+    fits = (math.floor(node.get("CPU", 0) / layout.cpus + 1e-9) for node in nodes)
+    return sum(min(fit, MOST_CPU_WORKERS) for fit in fits)
+
+
+def _share_of_cores(nodes: Sequence[float], workers: int) -> float:
+    """Find the most cores that each of so many workers can have, none on two nodes."""
+    shares = {cores / held for cores in nodes if cores for held in range(1, workers + 1)}
+    fair = [
+        share
+        for share in shares
+        if sum(math.floor(cores / share + 1e-9) for cores in nodes) >= workers
+    ]
+    return max(fair, default=1 / workers)
 
 
 def _fit(gpus: int, share: float) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mola.events import Event, Finished, Rung
 from search.full.results import Run
 from search.workers.clock import AwakeClock
-from search.workers.layout import Layout, plan_layout
+from search.workers.layout import Layout, capacity, plan_layout
 from search.workers.pool import Failed, Job, Memory, PoolError
 from search.workers.proxy import ProxyWorker, Task
 from search.workers.ray_runtime import RayWatch, cause_of, connect, failure_of
@@ -33,6 +33,7 @@ MOST_RAY_DEATHS = 3  # without a finished trial between them
 LOAD_SECONDS = 3600.0  # that a worker may take to come up: it may download its model
 STOP_SECONDS = 600.0  # that a worker may take to end a trial: it finishes a step or an evaluation
 HEALTH_SECONDS = 5.0  # between two looks at Ray itself
+GROWTH_SECONDS = 30.0  # between two looks at how many workers the cluster holds
 
 
 class _State(Enum):
@@ -60,12 +61,14 @@ class RayPool:
 
     A worker that dies, or whose trial raises, is replaced by a fresh process: whatever it left in
     memory goes with it. Only a loss that is not finite leaves the worker in place. A Ray that was
-    started here and died is started again.
+    started here and died is started again. Where the number of workers is left to the pool, it
+    follows the nodes that join a cluster or leave it.
 
     Args:
         task: what all trials share.
         data: the tokenised rows.
-        workers: number of workers; None: see `plan_layout`.
+        workers: number of workers; None: see `plan_layout`, and as many more as nodes that join
+            later hold.
         gpus_per_worker: GPUs of each; None: see `plan_layout`.
         address: of a Ray cluster to join, or `auto`; None starts Ray on this machine, reachable
             from this machine alone.
@@ -94,11 +97,14 @@ class RayPool:
         self._failed_starts = 0
         self._deaths = 0
         try:
-            nodes = [n["Resources"] for n in self._ray.nodes() if n["Alive"]]
+            self._watch = RayWatch(self._ray, local=self._owns_ray and address is None)
+            nodes = self._watch.nodes() or []
             self.layout = plan_layout(nodes, workers, gpus_per_worker)
+            self._follows = workers is None and not self._watch.local
+            self._grown = 0.0
+            self._capacity = capacity(nodes, self.layout)
             self._task = task
             self._rows = data
-            self._watch = RayWatch(self._ray, local=self._owns_ray and address is None)
             self._start_workers()
         except BaseException:
             self._disconnect()
@@ -144,6 +150,7 @@ class RayPool:
 
     def poll(self, timeout_seconds: float) -> list[tuple[int, Event | Failed | Memory]]:
         """Wait until a call returns, and give the events that came with it."""
+        all_busy = self.idle == 0
         calls = [worker.call for worker in self._workers if worker.call is not None]
         if not calls:
             return []
@@ -162,6 +169,9 @@ class RayPool:
         if now - self._looked >= HEALTH_SECONDS:
             self._looked = now
             self._death = self._death or self._watch.death()
+            if self._death is None and self._follows and now - self._grown >= GROWTH_SECONDS:
+                self._grown = now
+                self._follow_cluster(all_busy)
         if self._death is not None:  # last, so that no result that has come is lost
             events += self._after_death(self._death)
         return events
@@ -210,6 +220,23 @@ class RayPool:
         else:
             worker.call = worker.actor.advance.remote(SLICE_SECONDS)
         return [(job.number, event) for event in result]
+
+    def _follow_cluster(self, all_busy: bool) -> None:
+        """Start workers on nodes that have joined, and give up those that wait for a lost one.
+
+        Args:
+            all_busy: Whether there is work for more workers, as far as the pool can tell.
+        """
+        nodes = self._watch.nodes()
+        if nodes is None:
+            return
+        wanted = max(1, self.layout.workers + capacity(nodes, self.layout) - self._capacity)
+        if all_busy:
+            self._workers += [self._new_worker() for _ in range(wanted - self.size)]
+        waiting = [worker for worker in self._workers if worker.state is _State.LOADING]
+        for worker in waiting[: max(0, self.size - wanted)]:
+            self._end(worker)
+            self._workers.remove(worker)
 
     def _count_failed_start(self, reason: str, *, hopeless: bool = False) -> None:
         """Count a worker that did not come up.

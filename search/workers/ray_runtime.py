@@ -21,6 +21,24 @@ ANSWER_SECONDS = 2.0  # that a cluster's head may take to take a connection
 MISSED_SECONDS = 15.0  # of no connection, after which the cluster is gone; Ray ends us after 60
 
 
+def check_address(address: str) -> None:
+    """Refuse an address that is not the cluster's own: that of a Ray client, or of its dashboard.
+
+    Through a client's proxy a search could not tell whether its cluster lives, and Ray needs
+    packages for it that are not among its requirements.
+
+    Raises:
+        ValueError: It is one; says what to do instead.
+    """
+    resolved = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if "://" in resolved:
+        raise ValueError(
+            f"--address {resolved}: a search does not run through a Ray client; start it on a "
+            "machine of the cluster (`ray start --address HEAD:6379` makes this one join it) with "
+            "--address HEAD:6379, or as a job of the cluster (`ray job submit`) with --address auto"
+        )
+
+
 def connect(address: str | None) -> tuple[ModuleType, bool]:
     """Start or join Ray, quietly.
 
@@ -29,8 +47,10 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
 
     Raises:
         PoolError: Ray cannot be started.
-        ValueError: there is no cluster at the address.
+        ValueError: there is no cluster at the address, or it is none to be joined.
     """
+    if address is not None:
+        check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray would run the workers at niceness 15, where a busy machine starves them.
@@ -39,7 +59,6 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
         # Despite its name this holds on Linux, too: Ray then listens on the loopback address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
-    import ray.util.client
 
     if ray.is_initialized():
         return ray, False
@@ -85,12 +104,10 @@ class RayWatch:
         self.local = local
         self._ray = ray
         self._missed_since: float | None = None
-        self._by_client = bool(ray.util.client.ray.is_connected())  # ray://, through a proxy
-        if not self._by_client:
-            context = ray.get_runtime_context()
-            host, _, port = context.gcs_address.rpartition(":")
-            self._head = (host.strip("[]"), int(port))
-            self._node = context.get_node_id()
+        context = ray.get_runtime_context()
+        host, _, port = context.gcs_address.rpartition(":")
+        self._head = (host.strip("[]"), int(port))
+        self._node = context.get_node_id()
 
     def death(self, *, at_once: bool = False) -> str | None:
         """Say what of Ray has died; None while it lives.
@@ -112,14 +129,16 @@ class RayWatch:
             gone = at_once or now - self._missed_since >= MISSED_SECONDS
             return "the Ray cluster does not answer any more" if gone else None
         self._missed_since = None
-        if self._by_client:
-            return None
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         return None if self._node in alive else "this machine has dropped out of the Ray cluster"
 
+    def nodes(self) -> list[dict[str, float]] | None:
+        """Give the resources of each node that is alive; None while the head does not answer."""
+        if self._missed_since is not None:
+            return None
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
     def _answers(self) -> bool:
-        if self._by_client:
-            return bool(self._ray.util.client.ray.is_connected())
         try:
             socket.create_connection(self._head, ANSWER_SECONDS).close()
         except OSError:
