@@ -226,10 +226,27 @@ def test_long_histories_are_fitted_to_the_best_and_some_of_the_rest() -> None:
     some = observed(draws(100), values).spread(20)
     assert len(some.values) == 20
     assert set(range(10)) < set(some.values.tolist())
-    assert some.values.max() == 99
+    rest = sorted(v for v in some.values if v >= 10)
+    assert (rest[0], rest[-1]) == (10, 99)
+    assert set(np.diff(rest)) == {9, 10}
     assert [np.flatnonzero(values == v)[0] for v in some.values] == sorted(
         np.flatnonzero(values == v)[0] for v in some.values
     )
+
+
+def test_a_history_within_the_limit_is_fitted_to_as_it_is() -> None:
+    whole = observed(draws(20), np.arange(20.0))
+    assert whole.spread(20) is whole
+    assert len(whole.spread(19).values) == 19
+
+
+def test_the_scale_is_the_deviation_unless_the_values_are_alike() -> None:
+    assert observed(draws(4), np.array([1.0, 1, 3, 3])).scale == 1.0
+    assert observed(draws(4), np.array([1.0, 1, 2, 2])).scale == 0.5
+    assert observed(draws(4), np.array([5.0, 5, 5, 5])).scale == 1.0
+    assert observed(draws(2), np.array([0.0, 1e-13])).scale == 1.0
+    assert observed(draws(2), 1e6 + np.array([0.0, 1e-7])).scale == 1.0
+    assert observed(draws(2), 1e6 + np.array([0.0, 1e-3])).scale == pytest.approx(5e-4, rel=1e-3)
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [1e100, 1.0, 2.0]])
