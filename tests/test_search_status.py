@@ -11,7 +11,7 @@ import optuna
 import pytest
 from click.testing import CliRunner, Result
 from pretend_pool import no_waiting_for_the_disk
-from pretend_study import SPEC, empty_study, run_one, searched_study
+from pretend_study import SEARCHED, SPEC, empty_study, run_one, searched_study
 
 from search.priors.named import named
 from search.report.findings import read_findings
@@ -23,6 +23,7 @@ __all__ = ["no_waiting_for_the_disk"]
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 UNIFORM, TRIANGLE = named("5555", SPEC.budget), named("8642", SPEC.budget)
+PROPOSED = SEARCHED[0]
 
 
 def status(*words: object) -> Result:
@@ -73,7 +74,7 @@ def test_time_left_is_what_remains_over_what_runs() -> None:
     later = seconds_left(findings, now + timedelta(seconds=usual))
     assert later == pytest.approx((6 - 2 + 4 - 1) * usual, abs=1e-5)
     late = seconds_left(findings, now + timedelta(seconds=5 * usual))
-    assert late == later  # a slow trial takes no time off the others
+    assert late == pytest.approx(later, abs=1e-5)  # a slow trial takes no time off the others
     assert "time left: about" in describe(findings, now)
 
 
@@ -147,3 +148,26 @@ def test_it_starts_without_the_heavy_libraries(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.startswith("mine: finished"), result.stderr
     assert result.stderr.strip() == ""
+
+
+def test_named_allocations_on_fresh_seeds_are_not_the_confirmation_yet() -> None:
+    """They run there from the beginning: the search is not at its end, nor has one of them won."""
+    study = running_study()
+    run_one(study, PROPOSED)
+    for allocation in (UNIFORM, TRIANGLE):
+        for seed in (1, 2):
+            run_one(study, allocation, label="replicate", seed=seed)
+    findings = read_findings(study)
+    assert findings.conclusion["fresh_seeds"] == []
+    assert {tuple(row["experts"]) for row in findings.conclusion["table"]} == {
+        a.experts for a in (UNIFORM, TRIANGLE, PROPOSED)
+    }
+    seconds = [t.seconds for t in findings.trials if t.state == "COMPLETE"]
+    usual = sum(s for s in seconds if s) / len(seconds)
+    now = findings.trials[2].began
+    assert now is not None
+    left = seconds_left(findings, now)
+    assert left == pytest.approx((6 - 3 + 4 - 4) * usual, abs=1e-5)
+    for seed in (1, 2):
+        run_one(study, PROPOSED, label="replicate", seed=seed)
+    assert read_findings(study).conclusion["fresh_seeds"] == [1, 2]

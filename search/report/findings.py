@@ -136,9 +136,15 @@ def read_findings(study: optuna.Study) -> Findings:
 
 
 def _confirmed_seeds(trials: Sequence[TrialRecord], spec: StudySpec) -> int:
-    """Count the fresh seeds on which uniform is measured; one alone gives no interval."""
-    uniform = named("5555", spec.budget)
-    seeds = {t.seed for t in trials if t.state == "COMPLETE" and t.allocation == uniform}
+    """Count the fresh seeds on which uniform and a finalist are measured.
+
+    The named allocations are measured on some from the beginning, and none of them has won for
+    that; and one seed alone gives no interval.
+    """
+    names, uniform = named_allocations(spec.budget), named("5555", spec.budget)
+    done = [t for t in trials if t.state == "COMPLETE"]
+    seeds = {t.seed for t in done if t.allocation == uniform}
+    seeds &= {t.seed for t in done if t.allocation not in names}
     count = 0
     while spec.seed + count + 1 in seeds:
         count += 1

@@ -183,10 +183,12 @@ def seconds_left(findings: Findings, now: datetime) -> float | None:
     if usual is None or not running or not findings.runs:
         return None
     replicates = [t for t in findings.trials if t.label == REPLICATE]
-    if replicates:
+    if any(t.allocation not in findings.names for t in replicates):  # the confirmation has begun
         trials = sum(t.state in ("WAITING", "RUNNING") for t in replicates)
     else:
-        trials = findings.runs[-1].goal - measured(findings) + findings.runs[-1].replicates
+        done = sum(t.state == "COMPLETE" for t in replicates)
+        run = findings.runs[-1]
+        trials = run.goal - measured(findings) + max(0, run.replicates - done)
     elapsed = [(now - t.began).total_seconds() for t in running if t.began is not None]
     passed = sum(min(seconds, usual) for seconds in elapsed)
     return max(0.0, trials * usual - passed) / len(running)
