@@ -342,6 +342,19 @@ def test_posterior_means_take_the_noise_out() -> None:
     assert posterior_means(optuna.create_study(), BUDGET) == {}
 
 
+def test_posterior_means_rest_on_the_trials_that_are_given_and_follow_the_direction() -> None:
+    rng = np.random.default_rng(2)
+    allocations = [BUDGET.uniform(rng) for _ in range(30)]
+    low, high = (optuna.create_study(direction=d) for d in ("minimize", "maximize"))
+    for allocation in allocations:
+        low.add_trial(finished(allocation, slope(allocation)))
+        high.add_trial(finished(allocation, -slope(allocation)))
+    means, mirrored = posterior_means(low, BUDGET), posterior_means(high, BUDGET)
+    assert mirrored == pytest.approx({a: -mean for a, mean in means.items()})
+    few = posterior_means(low, BUDGET, low.get_trials(deepcopy=False)[:5])
+    assert set(few) == set(allocations[:5])
+
+
 def test_pruned_trials_count_by_their_last_rung() -> None:
     study = optuna.create_study(sampler=BudgetSampler(BUDGET, seed=0))
     rng = np.random.default_rng(0)
@@ -434,6 +447,9 @@ def test_priors_turn_the_search_and_must_have_the_budgets_depth() -> None:
     assert regret([prior]) < regret([])
     with pytest.raises(ValueError, match="the prior 1x3 has 3 layers, expected 24"):
         BudgetSampler(budget, priors=[Allocation([1, 1, 1])])
+    with pytest.raises(ValueError, match="has 2 layers, expected 24"):
+        BudgetSampler(budget, priors=[(0.5, 1.5)])
+    BudgetSampler(budget, priors=[tuple(weights)])
 
 
 def test_a_diverged_trial_does_not_drown_the_others() -> None:
