@@ -81,7 +81,8 @@ def _opening(space: Space) -> Ints:
     budget = space.budget
     mean = np.full((1, budget.num_layers), budget.total / budget.num_layers)
     signs = _walsh(budget.num_layers)
-    signs[1::2] *= -1.0  # so that no end of the depth is rich throughout
+    turns = np.resize([1.0, 1.0, -1.0, -1.0], len(signs))  # each end is rich half of the time
+    signs *= turns[:, None]
     return space.rounded(np.concatenate([mean, _boldest(space, signs)]))
 
 
