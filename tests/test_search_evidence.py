@@ -23,9 +23,8 @@ def observed(count: int) -> Observations:
     groups = (np.arange(count) % 3 == 2).astype(int)
     values = 0.3 * groups - np.log1p(counts) @ np.linspace(2, 0.2, 8)
     doubt = np.where(np.arange(count) % 4 == 3, 0.5, 0.0)
-    return Observations(
-        counts, values + np.sqrt(0.01 + doubt) * rng.normal(size=count), doubt, groups
-    )
+    values += np.sqrt(0.01 + doubt) * rng.normal(size=count)
+    return Observations(counts, 4 * values, 16 * doubt, groups)
 
 
 def density(observations: Observations, logs: np.ndarray) -> float:
