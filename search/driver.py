@@ -146,6 +146,7 @@ class Driver:
         if lost:
             trials = "1 trial" if lost == 1 else f"{lost} trials"
             self.notify(Note(f"left unfinished by an earlier run, to start again: {trials}"))
+        self._withdraw_replicates()
         self.trials.recall()
         if self.goal < self.rules.trials:
             allowed = "one allocation" if self.goal == 1 else f"{self.goal} allocations"
@@ -158,7 +159,14 @@ class Driver:
                 same = ", ".join(named[prior.allocation])
                 self.notify(Note(f"the prior {prior.name} is the same allocation as {same}"))
             self._enqueue_first(prior.allocation, f"{PRIOR}{prior.name}")
-        self._pilot.begin(self.trials.done)
+        self._pilot.begin()
+
+    def _withdraw_replicates(self) -> None:
+        """Take back what an earlier run wanted on fresh seeds that this one does not ask for."""
+        seeds = fresh_seeds(self.spec, self.rules.confirm_seeds)
+        for record in self.trials.waiting():
+            if record.label == store.REPLICATE and record.seed not in seeds:
+                store.withdraw(self.study, record.number, "fewer --confirm-seeds")
 
     def _enqueue_first(self, allocation: Allocation, label: str) -> None:
         """Enqueue an allocation that the search begins with, unless it is under way or done."""

@@ -210,7 +210,9 @@ def search(
         if driver.settled:
             done = "nothing is left to gain; --patience none goes on with it"
         click.echo(f"The study {study.study_name} is finished: {done}", err=True)
-    return _finish(plan, study, opened.url, conclusion)
+    status = _finish(plan, study, opened.url, conclusion)
+    # It came too late to stop this search; those of other budgets do not begin.
+    return 128 + signals.received if signals.received and status == 0 else status
 
 
 def _board(plan: Plan, study: optuna.Study) -> Board:

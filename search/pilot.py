@@ -51,13 +51,11 @@ class Pilot:
         self._notify = notify
         self._over = True
 
-    def begin(self, done: Iterable[Allocation]) -> None:
-        """Go on from where the study stands; the named allocations themselves are enqueued.
-
-        Args:
-            done: allocations that are measured at the study's own seed.
-        """
-        self._enqueue(a for a in done if a in self._named)
+    def begin(self) -> None:
+        """Go on from where the study stands; the named allocations themselves are enqueued."""
+        records = store.records(self._study)
+        own = [r for r in records if r.seed == self._spec.seed and r.state == "COMPLETE"]
+        self._enqueue({r.allocation for r in own if r.allocation in self._named})
         self._over = not (self._seeds and self._is_open(store.records(self._study)))
 
     def hear(self, update: Update) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation
 from mola.events import Event, Finished, Rung, Step
@@ -111,6 +111,7 @@ class TrialLoop:
         self._running: dict[int, _Run] = {}
         self._news: list[Update] = []  # of what is written with the transaction under way
         self._failures = 0
+        self._hopeless = ""  # why
         self._distributions = encoding.distributions(spec.budget)
 
     @property
@@ -160,6 +161,7 @@ class TrialLoop:
         """
         pool = self._pool
         events: list[tuple[int, Event | Failed | Memory]] = []
+        stop = False
         while pool is not None and (events or self._running or due()):
             with self._told():
                 try:
@@ -168,19 +170,29 @@ class TrialLoop:
                         for number, event in events:
                             self._take(pool, number, event)
                         self._end_overdue(pool)
-                        if self._stop_requested():
-                            raise StopRequestedError("stopped by the user")
-                        while pool.idle and due():
+                        self._give_up_if_hopeless()
+                        stop = self._stop_requested()
+                        while not stop and pool.idle and due():
                             self._start_next(pool)
-                except (UpdateFinishedTrialError, EndedElsewhereError):
-                    self._drop_ended(pool)
+                            self._give_up_if_hopeless()
+                except UpdateFinishedTrialError:
+                    self._drop_ended()
+                except EndedElsewhereError as error:
+                    self._drop_ended(error.numbers)
+            if stop:
+                raise StopRequestedError("stopped by the user")
             events = pool.poll(POLL_SECONDS) if self._running or due() else []
 
     def interrupt_all(self, reason: str) -> None:
         """End all running trials for a reason that lies outside them."""
         with self._told():
             for number in list(self._running):
-                self._interrupt(number, reason)
+                try:
+                    self._interrupt(number, reason)
+                except UpdateFinishedTrialError:
+                    self._drop_ended()
+                except EndedElsewhereError as error:
+                    self._drop_ended(error.numbers)
 
     def close(self) -> None:
         """End the workers."""
@@ -192,7 +204,7 @@ class TrialLoop:
         """Tell listeners at the end what has happened within: what they hear of is in the store."""
         try:
             yield
-        except StoreError:
+        except (StoreError, StopRequestedError):  # while it was waited for
             self._news.clear()
             raise
         finally:
@@ -256,20 +268,32 @@ class TrialLoop:
         """Handle an event; those of other trials are kept if somebody else has ended this one."""
         try:
             self._handle(pool, number, event)
-        except (UpdateFinishedTrialError, EndedElsewhereError):
-            self._drop_ended(pool)
+        except UpdateFinishedTrialError:
+            self._drop_ended()
+        except EndedElsewhereError as error:
+            self._drop_ended(error.numbers)
 
-    def _drop_ended(self, pool: Pool) -> None:
-        """Free the workers of trials that another program has ended, whatever it made of them."""
+    def _drop_ended(self, refused: Sequence[int] = ()) -> None:
+        """Free the workers of trials that another program has ended, whatever it made of them.
+
+        Args:
+            refused: Numbers of those that had ended here, too; that is not so, and is not told.
+        """
         for trial in self.study.get_trials(deepcopy=False):
             run = self._running.get(trial.number)
             if run is not None and trial.state.is_finished():
-                pool.stop(trial.number)
+                assert self._pool is not None
+                self._pool.stop(trial.number)
                 del self._running[trial.number]
-                state, reason = trial.state.name, "another program ended it"
-                self._news.append(
-                    Ended(run.job, run.label, state, trial.value, run.seconds, reason)
-                )
+                ended = Ended(run.job, run.label, "", None, run.seconds)
+                self._news.append(_as_elsewhere(ended, trial))
+            elif trial.number in refused:
+                self._news = [
+                    _as_elsewhere(update, trial)
+                    if isinstance(update, Ended) and update.job.number == trial.number
+                    else update
+                    for update in self._news
+                ]
         self.recall()
 
     def _handle(self, pool: Pool, number: int, event: Event | Failed | Memory) -> None:
@@ -325,13 +349,16 @@ class TrialLoop:
 
     def _strike(self, reason: str) -> None:
         self._failures += 1
-        if self._failures >= self._max_failures:
-            raise TooManyFailuresError(
-                f"{self._failures} trials failed in a row, the last one: {reason}"
-            )
+        if self._failures >= self._max_failures and not self._hopeless:
+            self._hopeless = f"{self._failures} trials failed in a row, the last one: {reason}"
+
+    def _give_up_if_hopeless(self) -> None:
+        """End the search after too many failures, once all that has happened is recorded."""
+        if self._hopeless:
+            raise TooManyFailuresError(self._hopeless)
 
     def _fail(self, number: int, failed: Failed) -> None:
-        run = self._running.pop(number)
+        run = self._running[number]
         store.fail(
             self.study,
             run.trial,
@@ -339,13 +366,21 @@ class TrialLoop:
             retry=failed.retry,
             save_memory=failed.out_of_memory,
         )
+        del self._running[number]
         self._news.append(Ended(run.job, run.label, "FAIL", None, run.seconds, failed.reason))
 
     def _interrupt(self, number: int, reason: str) -> None:
         """End a trial for a reason that lies outside it; its allocation waits for the next run."""
-        run = self._running.pop(number)
+        run = self._running[number]
         store.interrupt(self.study, run.trial, reason)
+        del self._running[number]
         self._news.append(Ended(run.job, run.label, "FAIL", None, run.seconds, reason))
+
+
+def _as_elsewhere(ended: Ended, trial: FrozenTrial) -> Ended:
+    """Say of a trial's end what another program has made of it."""
+    why = "another program ended it"
+    return replace(ended, state=trial.state.name, objective=trial.value, reason=why)
 
 
 def _not_finite(event: Event) -> str | None:

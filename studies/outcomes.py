@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 import optuna
-from optuna.trial import TrialState
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard._note import note_ver_key, split_body
 
 from mola.allocation import Allocation
@@ -79,6 +80,7 @@ def complete(study: optuna.Study, trial: optuna.Trial, event: Finished) -> None:
             f"accuracy {event.accuracy}; fail it"
         )
     with at_once(study):
+        _check_open(study, trial.number)
         for key in RESULT_ATTRS:
             trial.set_user_attr(key, getattr(event, key))
         study.tell(trial, event.objective)
@@ -94,6 +96,7 @@ def complete(study: optuna.Study, trial: optuna.Trial, event: Finished) -> None:
 def prune(study: optuna.Study, trial: optuna.Trial) -> None:
     """End a trial that is not worth its further steps; its value is that of its last rung."""
     with at_once(study):
+        _check_open(study, trial.number)
         study.tell(trial, state=TrialState.PRUNED)
         _note(trial, from_params(trial.params), "pruned: worse than the others at a rung")
 
@@ -130,6 +133,13 @@ def interrupt(study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
     history = records(study)
     this = next((r for r in history if r.number == trial.number), None)
     _end_failed(study, trial.number, this, history, {REASON_ATTR: reason, BLAMELESS_ATTR: True})
+
+
+def withdraw(study: optuna.Study, number: int, reason: str) -> None:
+    """End a waiting trial that is not wanted any more."""
+    trial = next(t for t in study.get_trials(deepcopy=False) if t.number == number)
+    if study._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+        _end_failed(study, number, None, [], {REASON_ATTR: reason, BLAMELESS_ATTR: True})
 
 
 def reconcile(study: optuna.Study) -> int:
@@ -194,17 +204,31 @@ def _end_failed(
     In this order, a driver that is killed in between leaves a running trial and its successor;
     `reconcile` then finds the successor and adds no second one.
     """
+    with at_once(study):
+        trial = _check_open(study, number)
+        if again is not None and not any(
+            r.state in ("WAITING", "COMPLETE", "PRUNED")
+            for r in history
+            if (r.allocation, r.seed) == (again.allocation, again.seed)
+        ):
+            kept = {k: v for k, v in trial.user_attrs.items() if k == SAVE_MEMORY_ATTR}
+            successor = {LABEL_ATTR: again.label, SEED_ATTR: again.seed, RETRY_ATTR: number}
+            _enqueue(study, again.allocation, {**kept, **successor, **also})
+        for key, value in attrs.items():
+            text = value[:_MAX_REASON] if isinstance(value, str) else value
+            # The only way to write to a trial that another process asked for.
+            study._storage.set_trial_user_attr(trial._trial_id, key, text)
+        _check_open(study, number)
+        study.tell(number, state=TrialState.FAIL)
+
+
+def _check_open(study: optuna.Study, number: int) -> FrozenTrial:
+    """Give a running trial.
+
+    Raises:
+        UpdateFinishedTrialError: Another program has ended it.
+    """
     (trial,) = (t for t in study.get_trials(deepcopy=False) if t.number == number)
-    if again is not None and not any(
-        r.state in ("WAITING", "COMPLETE", "PRUNED")
-        for r in history
-        if (r.allocation, r.seed) == (again.allocation, again.seed)
-    ):
-        kept = {k: v for k, v in trial.user_attrs.items() if k == SAVE_MEMORY_ATTR}
-        successor = {LABEL_ATTR: again.label, SEED_ATTR: again.seed, RETRY_ATTR: number}
-        _enqueue(study, again.allocation, {**kept, **successor, **also})
-    for key, value in attrs.items():
-        text = value[:_MAX_REASON] if isinstance(value, str) else value
-        # The only way to write to a trial that another process asked for.
-        study._storage.set_trial_user_attr(trial._trial_id, key, text)
-    study.tell(number, state=TrialState.FAIL)
+    if trial.state.is_finished():
+        raise UpdateFinishedTrialError(f"another program has ended trial {number}")
+    return trial

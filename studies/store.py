@@ -22,6 +22,7 @@ from studies.outcomes import (
     mark,
     prune,
     reconcile,
+    withdraw,
 )
 from studies.patient import OnTrouble
 from studies.provenance import run_notes
@@ -70,6 +71,7 @@ __all__ = [
     "set_priors",
     "storage_url",
     "study_spec",
+    "withdraw",
     "write_trials_csv",
 ]
 

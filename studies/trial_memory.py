@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -100,8 +100,17 @@ class TrialMemory:
             self._read(study_id, [trial_id])
         self._studies[study_id].ours.add(trial_id)
 
-    def update(self, study_id: int) -> None:
+    def reread(self, trial_id: int) -> FrozenTrial:
+        """Read a trial anew, to which nothing is about to be written, and give it."""
+        self._read(self.study_of(trial_id), [trial_id])
+        return self.trial(trial_id)
+
+    def update(self, study_id: int, leave: Collection[int] = ()) -> None:
         """Read what is new or may have changed.
+
+        Args:
+            study_id: Of the study.
+            leave: Ids of trials that are left as they are known, as they are about to be written.
 
         Raises:
             KeyError: There is no such study.
@@ -113,7 +122,8 @@ class TrialMemory:
             of_study = select(TRIALS.c.trial_id).where(TRIALS.c.study_id == study_id)
             self._read(study_id, of_study)
         else:
-            for part in _parts(self._news(study_id, known)):
+            news = [i for i in self._news(study_id, known) if i not in leave]
+            for part in _parts(news):
                 self._read(study_id, part)
 
     def keep(self, study_id: int, trials: Sequence[FrozenTrial]) -> None:

@@ -32,7 +32,14 @@ class EndedElsewhereError(OptunaError):
     """Trials were ended by another program, so that how they ended here is not written.
 
     No `UpdateFinishedTrialError`, which Optuna takes for something about the trial in its hands.
+
+    Attributes:
+        numbers: Of the trials.
     """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__(f"somebody else has ended {len(numbers)} running trials of this process")
+        self.numbers = tuple(numbers)
 
 
 class TrialStorage(BaseStorage):
@@ -271,10 +278,7 @@ class TrialStorage(BaseStorage):
             self._memory.forget()
             raise
         if refused:
-            self._memory.forget()
-            raise EndedElsewhereError(
-                f"somebody else has ended {len(refused)} running trials of this process"
-            )
+            raise EndedElsewhereError([self._memory.reread(i).number for i in refused])
         return trial
 
     def _changed(self, trial_id: int) -> FrozenTrial:
@@ -297,7 +301,7 @@ class TrialStorage(BaseStorage):
             KeyError: There is no such study.
         """
         if study_id not in self._fresh or study_id not in self._memory:
-            self._memory.update(study_id)
+            self._memory.update(study_id, self._writes.trials)
             if self._depth:
                 self._fresh.add(study_id)
 

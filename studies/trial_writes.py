@@ -55,6 +55,12 @@ class Writes:
     def __bool__(self) -> bool:
         return bool(self.ended or self._params or self._attrs or self._rungs)
 
+    @property
+    def trials(self) -> set[int]:
+        """Ids of the trials that something is to be written of."""
+        of_attrs = {i for table, i, _ in self._attrs if table != STUDY_ATTRS.name}
+        return {*self.ended, *self._with_params, *of_attrs, *(i for i, _ in self._rungs)}
+
     def param(self, trial: FrozenTrial, name: str, value: float) -> None:
         """Note a parameter of a trial that has it already; value: as the database keeps it."""
         row = (trial._trial_id, name, value, distribution_to_json(trial.distributions[name]))

@@ -19,6 +19,7 @@ from search.sampler.measure import Measured, counts_of, measure
 from search.sampler.moves import Ints
 from studies.encoding import distributions, from_params, param_names
 from studies.once import OncePerTrial
+from studies.records import LABEL_ATTR, REPLICATE
 
 PROPOSAL_ATTR = "budget:allocation"  # system attribute: a proposal, before its parameters are set
 _TIMED = 16  # latest full trials whose length is looked at
@@ -62,6 +63,11 @@ class History:
 def all_trials(study: Study) -> list[FrozenTrial]:
     """Give the study's trials, those of a pruner's other brackets included, without copying."""
     return study._storage.get_all_trials(study._study_id, deepcopy=False)
+
+
+def is_seen(trial: FrozenTrial) -> bool:
+    """Whether proposals may depend on a trial; not on those that confirm what they find."""
+    return trial.user_attrs.get(LABEL_ATTR) != REPLICATE
 
 
 def fixed_layers(trial: FrozenTrial, budget: ExpertBudget) -> dict[str, int]:

@@ -21,10 +21,10 @@ from search.sampler.history import (
     all_in,
     all_trials,
     fixed_layers,
+    is_seen,
     read_history,
 )
 from studies.encoding import distributions, param_names, to_params
-from studies.records import LABEL_ATTR, REPLICATE
 
 # Threads of one process propose one at a time: each must see what the others have proposed.
 _PROPOSING = threading.Lock()
@@ -109,7 +109,7 @@ class JointSampler(BaseSampler, abc.ABC):
                 "search space differs; fix a layer by equal lower and upper bounds of the budget"
             )
         with _PROPOSING:
-            others = [t for t in all_trials(study) if t.number != trial.number and _is_seen(t)]
+            others = [t for t in all_trials(study) if t.number != trial.number and is_seen(t)]
             history = read_history(others, self.budget, study.direction)
             among = self._narrowed(trial)
             if all_in(history.taken, among):
@@ -174,11 +174,6 @@ def remaining(study: Study, budget: ExpertBudget) -> int:
     """Count the allocations of the budget that no trial of the study has tried or will try."""
     history = read_history(all_trials(study), budget, study.direction)
     return budget.size() - len(history.taken)
-
-
-def _is_seen(trial: FrozenTrial) -> bool:
-    """Whether proposals may depend on a trial; not on those that confirm what they find."""
-    return trial.user_attrs.get(LABEL_ATTR) != REPLICATE
 
 
 def _fresh_seed() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 from optuna.distributions import BaseDistribution
@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mola.allocation import Allocation, ExpertBudget
 from search.sampler.cma import CmaEsSampler
-from search.sampler.history import History
+from search.sampler.history import History, is_seen
 from search.sampler.joint import JointSampler
 from search.sampler.moves import Space
 from studies.encoding import distributions
@@ -62,7 +62,7 @@ class ProjectedSampler(JointSampler):
         space: dict[str, BaseDistribution] = {
             name: d for name, d in distributions(self.budget).items() if not d.single()
         }
-        wanted = self._base.sample_relative(study, trial, space)
+        wanted = self._base.sample_relative(_Seen.of(study), trial, space)
         if not wanted:
             return _free(among.uniform(rng), history, among, rng)
         weights = [
@@ -100,6 +100,29 @@ class ProjectedSampler(JointSampler):
         """Pass on to the base sampler, and end an exhausted search."""
         self._base.after_trial(study, trial, state, values)
         super().after_trial(study, trial, state, values)
+
+
+class _Seen(Study):
+    """A study without the trials that proposals may not depend on.
+
+    Other samplers know nothing of seeds, and would take what differs between them for the
+    allocations' doing.
+    """
+
+    @classmethod
+    def of(cls, study: Study) -> _Seen:
+        """Make it of a study, which it shares the storage with."""
+        seen = cls.__new__(cls)
+        seen.__setstate__(study.__getstate__())
+        return seen
+
+    def _get_trials(
+        self,
+        deepcopy: bool = True,
+        states: Container[TrialState] | None = None,
+        use_cache: bool = False,
+    ) -> list[FrozenTrial]:
+        return [t for t in super()._get_trials(deepcopy, states, use_cache) if is_seen(t)]
 
 
 def _free(
