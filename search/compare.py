@@ -108,7 +108,7 @@ FOLDER = "full"  # in the study's folder
     type=rate,
     metavar="SECONDS",
     help="End a fine-tune that takes longer, with its process, and go on with it once more from "
-    "its checkpoint.  [default: as for search.run]",
+    "its checkpoint, written every 30 s.  [default: as for search.run]",
 )
 @study_options
 @click.pass_context

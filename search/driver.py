@@ -175,7 +175,8 @@ class Driver:
             return
         if self._room(waiting) <= 0:
             left_out = label.partition(" ")[2].replace(",", ", ")
-            self.notify(Note(f"--trials {self.rules.trials} leaves no room for {left_out}"))
+            room = f"--trials {self.rules.trials} leaves no room for the allocation {left_out}"
+            self.notify(Note(room))
             return
         store.enqueue(self.study, allocation, label=label, seed=self.spec.seed)
 
@@ -244,7 +245,11 @@ class Driver:
             racing = still_racing(values, field, seeds[:place], uniform, CONFIDENCE)
             for allocation in racing:
                 store.enqueue(self.study, allocation, label=store.REPLICATE, seed=seed)
-            self._to_come = len(racing) * (len(seeds) - place - 1)
+            so_far, ahead = seeds[: place + 1], racing
+            if all(set(so_far) <= set(values[a]) for a in racing):  # as in a run that goes on
+                ahead = still_racing(values, field, so_far, uniform, CONFIDENCE)
+            later = [(a, seed) for a in ahead for seed in seeds[place + 1 :]]
+            self._to_come = sum(seed not in values[a] for a, seed in later)
             if place + 1 < min(BLOCKS, len(seeds)):
                 continue
             news = place + 1 == min(BLOCKS, len(seeds)) or len(racing) < raced

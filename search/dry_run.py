@@ -13,6 +13,7 @@ from search.plan import Plan, most_replicates
 from search.priors.given import Prior
 from search.priors.named import named_allocations
 from search.priors.transfer import transfer
+from search.race import BLOCKS
 from search.sampler import make_sampler
 from studies import encoding
 
@@ -37,7 +38,7 @@ def describe(plan: Plan) -> str:
         + (f", also after step {', '.join(map(str, spec.rungs))}" if spec.rungs else ""),
         f"Proxies: {goal} in the search, at most {most_replicates(settings, budget)} more to "
         "confirm its winner",
-        "Named allocations, which run first:",
+        f"Named allocations, which run first{_again(settings.confirm_seeds)}:",
         *(f"  {spark(a, highest)}  {','.join(names)}: {a}" for a, names in named),
     ]
     if believed or unknown:
@@ -50,8 +51,13 @@ def describe(plan: Plan) -> str:
         for a in _proposals(plan, first, goal - len(first) - len(unknown))
     ]
     if proposals:
-        lines += ["First proposals of the sampler, before it has seen a result:", *proposals]
+        lines += ["Proposals of the sampler as long as it has seen no result:", *proposals]
     return "\n".join(lines)
+
+
+def _again(confirm_seeds: int) -> str:
+    seeds = min(BLOCKS, confirm_seeds)
+    return f", then on {seeds} of the fresh seeds, to measure the noise" if seeds else ""
 
 
 def _proposals(plan: Plan, first: Sequence[Allocation], room: int) -> list[Allocation]:

@@ -30,7 +30,7 @@ class Pilot:
         spec: what the study is about.
         finalists: number of allocations that will be confirmed beside them.
         confirm_seeds: number of fresh seeds; without any there is no pilot.
-        notify: told how much noise there is, once.
+        notify: told once how much noise there is, and what it will hide.
     """
 
     def __init__(
@@ -82,16 +82,15 @@ class Pilot:
         found = named_spread(records, self._spec, self._confirm_seeds)
         if found is None:
             return
-        seeds = self._confirm_seeds
-        least = resolution(found.noise, self._confirmed, seeds, confidence=CONFIDENCE)
-        limit = "one fresh seed tells no difference from noise"
+        seeds, unit = self._confirm_seeds, self._spec.objective
+        apart = f"{found.signal:.4f} beside it" if found.signal else "no more than it explains"
+        noise = f"noise of one proxy: {found.noise:.4f} {unit}"
+        self._notify(Note(f"{noise}; the named allocations differ by {apart}"))
         if seeds > 1:
-            below = f"differences below about {least:.4f}"
-            limit = f"on {seeds} fresh seeds, {below} cannot be told from noise"
-        self._notify(
-            Note(
-                f"the noise of one proxy is {found.noise:.4f}; the named allocations differ by "
-                f"{found.signal:.4f} (standard deviation); {limit} (--confirm-seeds, "
-                "--validation-rows and --steps help)"
+            half = resolution(found.noise, self._confirmed, seeds, confidence=CONFIDENCE)
+            self._notify(
+                Note(
+                    f"differences to uniform will be known to about +-{half:.4f} "
+                    f"({CONFIDENCE:.0%}, {seeds} fresh seeds); more --confirm-seeds narrow that"
+                )
             )
-        )

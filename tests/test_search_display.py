@@ -58,7 +58,7 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines() -> None:
         ]
     )
     assert text.splitlines() == [
-        "search: 3 of 3 trials to run",
+        "search: 3 of 3 allocations to run",
         "trial 0  2x4  nll 1.5000  20 s  (named 5555)",
         "the budget is exhausted [red]not markup[/red]",
     ]

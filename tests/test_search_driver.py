@@ -25,7 +25,7 @@ from mola.settings import AdapterSettings, ModelSource, TrainSettings
 from search.driver import Driver, Rules
 from search.patience import LEAST
 from search.priors.named import named, named_allocations
-from search.sampler import BudgetSampler
+from search.sampler import BudgetSampler, make_sampler
 from search.trials import StopRequestedError, TooManyFailuresError
 from search.updates import Ended, Note, Phase, Progress, Started, Update
 from search.workers.pool import Failed, Job, Memory
@@ -147,12 +147,14 @@ def test_what_the_search_can_tell_is_known_before_the_first_proposal() -> None:
     assert len(before) == 3 * count
     spread = conclusion["spread"]
     assert isinstance(spread, dict)
-    least = resolution(spread["noise"], count + RULES.finalists, 2)
+    half = resolution(spread["noise"], count + RULES.finalists, 2)
     assert told[place] == Note(
-        f"the noise of one proxy is {spread['noise']:.4f}; the named allocations differ by "
-        f"{spread['signal']:.4f} (standard deviation); on 2 fresh seeds, differences below about "
-        f"{least:.4f} cannot be told from noise (--confirm-seeds, --validation-rows and --steps "
-        "help)"
+        f"noise of one proxy: {spread['noise']:.4f} nats per row; the named allocations differ by "
+        f"{spread['signal']:.4f} beside it"
+    )
+    assert told[place + 1] == Note(
+        f"differences to uniform will be known to about +-{half:.4f} (95%, 2 fresh seeds); more "
+        "--confirm-seeds narrow that"
     )
 
 
@@ -169,13 +171,49 @@ def test_the_noise_is_told_once_and_without_fresh_seeds_not_at_all(tmp_path: Pat
     assert notes(dataclasses.replace(RULES, trials=9)) == []
 
 
-def test_proposals_do_not_depend_on_what_confirms_them() -> None:
+def test_fresh_seeds_that_nobody_asks_for_any_more_are_not_run(tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        drive(open_(tmp_path), PretendPool(die_after=4), RULES)
+    pool = PretendPool()
+    drive(open_(tmp_path), pool, dataclasses.replace(RULES, confirm_seeds=0))
+    assert {job.seed for job in pool.jobs} == {SPEC.seed}
+    gone = [r for r in records(open_(tmp_path)) if r.label == REPLICATE and r.state == "FAIL"]
+    assert {r.reason for r in gone} == {"driver stopped", "fewer --confirm-seeds"}
+
+
+def test_only_complete_named_allocations_run_on_fresh_seeds_at_the_beginning() -> None:
+    study, pool = fresh_study(), PretendPool(size=1)
+    bad = named("2468", SPEC.budget)
+
+    def fail(job: Job) -> list[Event | Failed]:
+        return [Failed("no", retry=False)] if job.allocation == bad else train(job)
+
+    pool.script = fail
+    drive(study, pool, RULES)
+    assert {job.seed for job in pool.jobs if job.allocation == bad} == {SPEC.seed}
+
+
+def test_the_confirmation_counts_what_is_left(tmp_path: Path) -> None:
+    def phases(trials: int) -> list[Phase]:
+        told: list[Update] = []
+        rules = dataclasses.replace(RULES, trials=trials, confirm_seeds=3)
+        drive(open_(tmp_path), PretendPool(), rules, notify=told.append)
+        return [u for u in told if isinstance(u, Phase) and u.name == "confirmation"]
+
+    assert phases(7)[0].total > phases(7)[-1].done > 0
+    assert all(phase.done == phase.total for phase in phases(7))
+
+
+@pytest.mark.parametrize("sampler", ["budget", "tpe", "cmaes"])
+def test_proposals_do_not_depend_on_what_confirms_them(sampler: str) -> None:
     def proposals(replicate: float) -> list[Allocation]:
         def script(job: Job) -> list[Event | Failed]:
             return train(job) if job.seed == SPEC.seed else [finished(replicate * objective(job))]
 
         pool = PretendPool(size=1, script=script)
-        drive(fresh_study(), pool, dataclasses.replace(RULES, trials=12))
+        study = fresh_study()
+        study.sampler = make_sampler(sampler, SPEC.budget, SPEC.seed)
+        drive(study, pool, dataclasses.replace(RULES, trials=20, confirm_seeds=2))
         return [job.allocation for job in pool.jobs if job.seed == SPEC.seed]
 
     assert proposals(1.0) == proposals(-5.0)
@@ -376,7 +414,9 @@ def test_few_trials_leave_named_allocations_out_and_say_so() -> None:
     study, pool = fresh_study(), PretendPool()
     drive(study, pool, Rules(trials=2, confirm_seeds=0), notify=seen.append)
     assert [job.allocation for job in pool.jobs] == list(named_allocations(SPEC.budget))[:2]
-    assert any("leaves no room for 2882" in getattr(update, "text", "") for update in seen)
+    assert any(
+        "leaves no room for the allocation 2882" in getattr(update, "text", "") for update in seen
+    )
 
 
 def test_an_allocation_from_outside_the_budget_is_refused() -> None:

@@ -102,7 +102,7 @@ def test_a_second_signal_stops_at_once(searches: Nursery, tmp_path: Path) -> Non
     for _ in range(5):  # wherever they meet it: Python drops an interrupt that a finaliser gets
         (tmp_path / "err.txt").unlink(missing_ok=True)
         stopped = searches.start(tmp_path, pace=600)
-        wait_for(tmp_path / "err.txt", "trials to run")
+        wait_for(tmp_path / "err.txt", "allocations to run")
         began = time.monotonic()
         while time.monotonic() < began + draw.uniform(0, 0.05):
             pass

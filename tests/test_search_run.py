@@ -243,7 +243,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(run: Run, tmp_path: 
     assert "12 experts over 4 layers, 1 to 6 in each: " in result.stdout
     assert "6 in the search, at most" in result.stdout
     assert "5555: 3x4" in result.stdout
-    assert "First proposals" in result.stdout
+    assert "Proposals of the sampler" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 

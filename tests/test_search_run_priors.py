@@ -142,7 +142,10 @@ def test_a_prior_that_has_a_name_runs_once_and_says_so(run: Run) -> None:
 
 def test_a_prior_without_room_is_told_of(run: Run) -> None:
     Path("mine.txt").write_text("1 2 3 6")
-    assert "--trials 5 leaves no room for mine.txt" in run("--prior", "mine.txt", trials=5).stderr
+    assert (
+        "--trials 5 leaves no room for the allocation mine.txt"
+        in run("--prior", "mine.txt", trials=5).stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
 from optuna.trial import TrialState
-from pretend_pool import PretendPool, no_waiting_for_the_disk
+from pretend_pool import PretendPool, finished, no_waiting_for_the_disk, train
 from test_search_driver import RULES, SPEC, drive, open_, own
 
 from mola.events import Event, Finished, Rung
-from search.updates import Ended, Update
-from search.workers.pool import Failed
+from search.trials import StopRequestedError, TooManyFailuresError
+from search.updates import Ended, Started, Update
+from search.workers.pool import Failed, Job
 from studies.records import ForeignDataError, records
 from studies.store import reconcile, storage_url
 
@@ -64,7 +66,7 @@ def test_a_trial_that_another_program_ends_is_let_go(tmp_path: Path, at: type) -
 
 
 def test_what_ends_while_its_own_end_is_being_written_keeps_the_first_state(tmp_path: Path) -> None:
-    study, ended = open_(tmp_path), []
+    study, ended, told = open_(tmp_path), list[int](), list[Update]()
     write = study._storage._writes.__class__.write
 
     def late(writes: object, connection: object) -> list[int]:
@@ -75,11 +77,65 @@ def test_what_ends_while_its_own_end_is_being_written_keeps_the_first_state(tmp_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study._storage._writes.__class__, "write", late)
-        drive(study, PretendPool(), RULES)
+        drive(study, PretendPool(), RULES, notify=told.append)
     assert ended
     assert len(own(study)) == RULES.trials
     assert [t.state for t in study.get_trials() if t._trial_id in ended] == [TrialState.FAIL]
     assert not study.get_trials(states=(TrialState.RUNNING,))
+    (number,) = [t.number for t in study.get_trials() if t._trial_id in ended]
+    (end,) = [u for u in told if isinstance(u, Ended) and u.job.number == number]
+    assert (end.state, end.reason) == ("FAIL", "another program ended it")
+
+
+def test_a_trial_that_fails_here_and_was_ended_elsewhere_is_let_go(tmp_path: Path) -> None:
+    study, told = open_(tmp_path), list[Update]()
+
+    def end(events: list[tuple[int, Event | Failed]]) -> bool:
+        for number, event in events:
+            if isinstance(event, Failed):
+                elsewhere(tmp_path).tell(number, state=TrialState.FAIL)
+                return True
+        return False
+
+    pool = Watched(end)
+    pool.script = lambda job: [Failed("bad luck")] if job.number == 2 else train(job)
+    drive(study, pool, RULES, notify=told.append)
+    assert len(own(study)) == RULES.trials
+    (ended,) = [u for u in told if isinstance(u, Ended) and u.job.number == 2]
+    assert (ended.state, ended.reason) == ("FAIL", "another program ended it")
+    assert not [r for r in records(study) if r.retry_of == 2]  # it did not fail here
+
+
+def test_a_stop_ends_all_trials_though_one_was_ended_elsewhere(tmp_path: Path) -> None:
+    study, told = open_(tmp_path), list[Update]()
+    stop: list[int] = []
+
+    def end(events: list[tuple[int, Event | Failed]]) -> bool:
+        for number, event in events:
+            if isinstance(event, Rung):
+                elsewhere(tmp_path).tell(number, state=TrialState.FAIL)
+                stop.append(number)
+                return True
+        return False
+
+    pool = Watched(end)
+    pool.size = 4
+    with pytest.raises(StopRequestedError):
+        drive(study, pool, RULES, notify=told.append, stop_requested=lambda: bool(stop))
+    assert not study.get_trials(states=(TrialState.RUNNING,))
+    started = {u.job.number for u in told if isinstance(u, Started)}
+    assert {u.job.number for u in told if isinstance(u, Ended)} == started
+
+
+def test_results_of_the_poll_in_which_the_search_gives_up_are_kept(tmp_path: Path) -> None:
+    study = open_(tmp_path)
+
+    def script(job: Job) -> list[Event | Failed]:
+        return [Failed("no GPU")] if job.number == 0 else [finished(1.0)]
+
+    with pytest.raises(TooManyFailuresError, match="1 trials failed"):
+        drive(study, PretendPool(size=2, script=script), replace(RULES, max_failures=1))
+    assert [r.number for r in records(study) if r.state == "COMPLETE"] == [1]
 
 
 def test_a_write_that_cannot_be_understood_ends_the_search_with_one_line(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ def _feed(board: Board, update: Update, console: Console) -> None:
     elif isinstance(update, Note):
         line = update.text
     elif isinstance(update, Phase) and update.done < update.total:
-        line = f"{update.name}: {update.total - update.done} of {update.total} trials to run"
+        what = "allocations" if update.name == "search" else "trials"
+        line = f"{update.name}: {update.total - update.done} of {update.total} {what} to run"
     else:
         return
     console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -213,7 +214,8 @@ class _View:
         if not board.phase.total:
             return Text(f"{board.title}  starting the workers", style="bold")
         parts = [
-            f"{board.title}  {board.phase.name} {board.phase.done}/{board.phase.total}",
+            f"{board.title}  {board.phase.name} {board.phase.done}/{board.phase.total}"
+            + (" allocations" if board.phase.name == "search" else ""),
             f"{board.counts['COMPLETE']} complete, {len(board.running)} running, "
             f"{board.counts['PRUNED']} pruned, {board.counts['FAIL']} failed",
         ]

@@ -100,8 +100,12 @@ class Findings:
 
     @property
     def resolution(self) -> float | None:
-        """Half the width of the winner's interval: the smallest difference that can be told."""
-        bounded = [row for row in self.conclusion["table"] if row["low"] is not None]
+        """Half the width of the intervals: the smallest difference that can be told.
+
+        Those who dropped out of the race have wider ones, on fewer seeds.
+        """
+        rows = [row for row in self.conclusion["table"] if not row.get("dropped")]
+        bounded = [row for row in rows if row["low"] is not None]
         halves = [(row["high"] - row["low"]) / 2 for row in bounded]
         return max(halves, default=None)
 

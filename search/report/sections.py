@@ -112,6 +112,12 @@ def _what_is_compared(findings: Findings) -> Iterator[str]:
             f"hold together at {findings.conclusion['confidence']:.0%} (Bonferroni), with the "
             "residual pooled over all rows."
         )
+    spread = findings.conclusion["spread"]
+    if spread is not None:
+        yield (
+            f"The noise of one proxy is {spread['noise']:.4f} {findings.spec.objective}; the named "
+            f"allocations differ by {spread['signal']:.4f} beside it (standard deviations)."
+        )
     dropped = [
         findings.called(Allocation(row["experts"]), row["trial"])
         for row in findings.rows
