@@ -144,7 +144,8 @@ def _demo_defaults() -> str:
     "--confirm-seeds",
     type=Whole(0, MOST_SEEDS),
     default=3,
-    help="Number of fresh seeds; 0: the winner stays unconfirmed.",
+    help="Number of fresh seeds. The named allocations run on two of them at the beginning, which "
+    "tells how noisy a proxy is. 0: the winner stays unconfirmed.",
 )
 @option(
     "Search",
