@@ -7,11 +7,12 @@ that holds the study.
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from contextlib import ExitStack
 
 import optuna
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages import RDBStorage
 
 from studies.claim import claim
 from studies.storage import sqlite_path
@@ -34,7 +35,10 @@ class SharedClaim:
         self.check = held.check
 
 
-_shared: weakref.WeakValueDictionary[tuple[str, str], SharedClaim] = weakref.WeakValueDictionary()
+# by process, since a forked one inherits those of its parent; by database; and by study
+_shared: weakref.WeakValueDictionary[tuple[int, str, str], SharedClaim] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def share_claim(study: optuna.Study) -> SharedClaim | None:
@@ -47,24 +51,17 @@ def share_claim(study: optuna.Study) -> SharedClaim | None:
     Raises:
         ValueError: Another process holds the study; says which.
     """
-    url = _url(study._storage)
-    if url is None:
-        return None
-    key = url, study.study_name
-    shared = _shared.get(key)
-    if shared is None:
-        shared = _shared[key] = SharedClaim(study, url)
-    return shared
-
-
-def _url(storage: BaseStorage) -> str | None:
-    """Find the address of a database that other processes could work on, too."""
-    database = getattr(storage, "_backend", storage)  # behind what keeps trials in memory
+    database = getattr(study._storage, "_backend", study._storage)  # behind what caches trials
     if not isinstance(database, RDBStorage):
         return None
     url: str = database.url
     try:
-        sqlite_path(url)
+        path = sqlite_path(url)
     except ValueError:  # in memory
         return None
-    return url
+    store = url if path is None else str(path.resolve())  # a file has many names, and one lock
+    key = os.getpid(), store, study.study_name
+    shared = _shared.get(key)
+    if shared is None:
+        shared = _shared[key] = SharedClaim(study, url)
+    return shared

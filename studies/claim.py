@@ -57,6 +57,8 @@ def claim(
 ) -> Iterator[Claim]:
     """Hold a study while the context is open.
 
+    It is not the forked child's to release, whatever becomes of the context there.
+
     Args:
         study: To be worked on.
         url: Of its storage.
@@ -65,6 +67,7 @@ def claim(
     Raises:
         ValueError: Another process holds it; says which.
     """
+    holder = os.getpid()
     path = sqlite_path(url)
     file = None if path is None or fcntl is None else _lock(path, study.study_name)
     if file is not None:
@@ -72,7 +75,8 @@ def claim(
             yield Claim()
         finally:
             with file, suppress(OSError):  # where nobody may remove it, it can be locked again
-                Path(file.name).unlink()  # still locked, so that no other has it
+                if os.getpid() == holder:
+                    Path(file.name).unlink()  # still locked, so that no other has it
         return
     with _Lease(study, url).taken(say) as lease:
         yield lease
@@ -164,13 +168,21 @@ class _Lease(Claim):
             try:
                 yield self
             finally:
-                self._over.set()
-                self._thread.join()
-                if not self._lost:
-                    with suppress(StoreError):  # it lapses
-                        self._storage.set_study_system_attr(self._study_id, LEASE_ATTR, None)
+                if self._is_mine():
+                    self._release()
         finally:
-            self._storage.engine.dispose()
+            self._storage.engine.dispose(close=self._is_mine())
+
+    def _is_mine(self) -> bool:
+        """Whether this is the process that took the lease, rather than a child forked from it."""
+        return bool(self._mine["pid"] == os.getpid())
+
+    def _release(self) -> None:
+        self._over.set()
+        self._thread.join()
+        if not self._lost:
+            with suppress(StoreError):  # it lapses
+                self._storage.set_study_system_attr(self._study_id, LEASE_ATTR, None)
 
     def _take(self, say: Callable[[str], None]) -> None:
         """Write the lease, unless another one is being renewed.

@@ -63,7 +63,10 @@ def run_of(job: FullJob, value: float = 0.5, test: float | None = 0.6) -> Run:
 
 
 class FullPool:
-    """Takes one step of each running fine-tune per poll; one hangs whose script has no end."""
+    """Takes one step of each running fine-tune per poll; one hangs whose script has no end.
+
+    None in a script: nothing is heard.
+    """
 
     def __init__(self, size: int = 2, script: Callable[[FullJob], list[Any]] | None = None) -> None:
         self.size = size
@@ -84,7 +87,8 @@ class FullPool:
         self.running[job.number] = self.script(job)
 
     def poll(self, timeout_seconds: float) -> list[tuple[int, Any]]:
-        events = [(number, left.pop(0)) for number, left in self.running.items() if left]
+        heard = [(number, left.pop(0)) for number, left in self.running.items() if left]
+        events = [(number, event) for number, event in heard if event is not None]
         for number, event in events:
             if isinstance(event, (Run, Failed)):
                 del self.running[number]
@@ -209,6 +213,33 @@ def test_a_run_whose_worker_hangs_is_ended_and_tried_once_more(
     assert f"winner, seed 10 failed: {reason}" in lines
 
 
+@pytest.mark.parametrize(
+    "trained", [False, True], ids=["anew", "from a checkpoint of the last step"]
+)
+def test_an_evaluation_may_be_silent_for_hours(
+    comparison: optuna.Study, tmp_path: Path, hours: None, trained: bool
+) -> None:
+    (job, *_) = missing_runs(comparison, wanted(tmp_path, 10))
+    if trained:
+        job.folder.mkdir(parents=True)
+        (job.folder / CHECKPOINT).touch()
+    steps = [] if trained else [Step(2, 1.0), Step(4, 0.9)]
+    pool = FullPool(script=lambda job: [*steps, *[None] * 12, run_of(job)])
+    assert finish(comparison, [job], pool) == []
+    assert pool.killed == []
+    assert [run.name for run in runs_of(comparison)] == ["winner"]
+
+
+def test_the_time_of_others_and_a_limit_hold_for_an_evaluation_too(
+    comparison: optuna.Study, tmp_path: Path, hours: None
+) -> None:
+    (job, *_) = missing_runs(comparison, wanted(tmp_path, 10))
+    for deadline in (Deadline(2 * 3600.0), Deadline(slowest=720.0)):
+        pool = FullPool(script=lambda job: [Step(4, 0.9)])
+        assert finish(comparison, [job], pool, deadline=deadline) == [job]
+        assert pool.killed == [0, 0]
+
+
 def test_a_limit_that_was_given_counts_from_the_start(
     comparison: optuna.Study, tmp_path: Path, hours: None
 ) -> None:
@@ -279,11 +310,13 @@ def test_a_worker_that_was_stopped_goes_on_where_it_was(
     worker.stop()
     assert (job.folder / CHECKPOINT).exists()
     events = worker.start(job, 1000.0)
-    assert [event.step for event in events[:-1]] == [2, 3, 4]
-    whole = worker.start(replace(job, folder=tmp_path / "whole"), 1000.0)
-    assert [event.step for event in whole[:-1]] == [1, 2, 3, 4]
-    assert replace(events[-1], train_seconds=0) == replace(whole[-1], train_seconds=0)
-    assert whole[-1].test is not None
+    assert [event.step for event in events] == [2, 3, 4]  # told of before the evaluation
+    (parts,) = worker.advance(1000.0)
+    events = worker.start(replace(job, folder=tmp_path / "whole"), 1000.0)
+    assert [event.step for event in events] == [1, 2, 3, 4]
+    (whole,) = worker.advance(1000.0)
+    assert replace(parts, train_seconds=0) == replace(whole, train_seconds=0)
+    assert whole.test is not None
     assert (job.folder / "adapter_config.json").exists()
 
 

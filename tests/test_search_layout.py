@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search.workers.layout import Layout, capacity, plan_layout
+from search.workers.layout import Layout, capacity, follow, plan_layout
 
 LAPTOP = [{"CPU": 2.0}]
 SERVER = [{"CPU": 32.0, "GPU": 8.0}]
@@ -65,6 +65,27 @@ def test_a_cluster_holds_what_each_of_its_nodes_holds() -> None:
     assert capacity([{"CPU": 8.0}, {"CPU": 64.0}], small) == 4 + 4  # each holds the whole model
     assert capacity([*SERVER, {"CPU": 8.0, "GPU": 2.0}, *LAPTOP], one) == 8 + 2
     assert capacity(SERVER, Layout(8, 0.3, 0, 1)) == 24
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ([8, 8, 8], 4),  # as planned
+        ([8, 8], 4),  # of the room for 6 that for 4 is left
+        ([8], 2),
+        ([], 1),
+        ([8, 8, 8, 8], 4 + 2),
+        ([8, 8, 64], 4 + 2),
+    ],
+)
+def test_workers_follow_nodes_but_stay_where_the_rest_holds_them(
+    cores: list[float], expected: int
+) -> None:
+    first = [{"CPU": 8.0}] * 3
+    layout = plan_layout(first)
+    assert (layout.workers, capacity(first, layout)) == (4, 6)
+    now = capacity([{"CPU": n} for n in cores], layout)
+    assert follow(layout, capacity(first, layout), now) == expected
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,14 @@ class _Running:
         job: What the worker was told.
         since: Of the clock, when it started.
         heard: Of the same clock, when something was last heard of it.
+        may_evaluate: Whether nothing need be heard of it: an evaluation tells of itself only at
+            its end, and comes after the last step, which a checkpoint may already hold.
     """
 
     job: FullJob
     since: float
     heard: float
+    may_evaluate: bool
 
 
 class StopRequestedError(RuntimeError):
@@ -117,10 +120,12 @@ def finish_runs(
         while pool.idle and waiting:
             job = waiting.popleft()
             now = clock.look()
-            running[job.number] = _Running(job, since=now, heard=now)
+            trained = (job.folder / CHECKPOINT).exists()  # perhaps to the last step
+            running[job.number] = _Running(job, since=now, heard=now, may_evaluate=trained)
             pool.start(job)
         for job, event in _events(pool, running, deadline, clock):
             if isinstance(event, Step):
+                running[job.number].may_evaluate = event.step >= steps
                 _say_step(say, job, event, steps)
             elif isinstance(event, Run):
                 seconds = clock.look() - running.pop(job.number).since  # with the evaluation
@@ -148,7 +153,8 @@ def _events(
             yield running[number].job, event
     now = clock.look()
     for number, run in list(running.items()):
-        reason = deadline.overdue(now - run.since, now - run.heard)
+        silent = 0.0 if run.may_evaluate else now - run.heard
+        reason = deadline.overdue(now - run.since, silent)
         if reason is not None:
             pool.kill(number)
             yield run.job, Failed(reason)

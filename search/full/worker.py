@@ -56,7 +56,9 @@ class FullWorker(ProxyWorker):
         return self.advance(max_seconds)
 
     def advance(self, max_seconds: float) -> list[Any]:
-        """Go on with the fine-tune until its end, or the time is up.
+        """Go on with the fine-tune until its last step, its end, or the time is up.
+
+        The last step is told of at once, because the evaluation after it may take long.
 
         Args:
             max_seconds: Wall clock; the step or evaluation under way is finished.
@@ -70,10 +72,13 @@ class FullWorker(ProxyWorker):
         events: list[Event | Memory | Run] = []
         while not events or time.monotonic() < deadline:
             try:
-                events.append(next(self._steps))
+                step = next(self._steps)
             except StopIteration as end:
                 self._steps = None
                 return [*events, end.value]
+            events.append(step)
+            if step.step == self._task.train.steps:
+                break
         return events
 
     def stop(self) -> None:

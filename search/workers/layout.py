@@ -92,6 +92,20 @@ def capacity(nodes: Sequence[Mapping[str, float]], layout: Layout) -> int:
     return sum(min(fit, MOST_CPU_WORKERS) for fit in fits)
 
 
+def follow(layout: Layout, first: int, now: int) -> int:
+    """Count the workers that a cluster is to have after nodes have joined or left it.
+
+    Nodes that join add what they hold. Those that leave take nothing along as long as the rest
+    holds what was planned, which may be fewer than the first nodes would have held.
+
+    Args:
+        layout: As planned for the first nodes.
+        first: `capacity` of the first nodes.
+        now: `capacity` of the nodes that are there.
+    """
+    return max(1, min(layout.workers, now), layout.workers + now - first)
+
+
 def _share_of_cores(nodes: Sequence[float], workers: int) -> float:
     """Find the most cores that each of so many workers can have, none on two nodes."""
     shares = {cores / held for cores in nodes if cores for held in range(1, workers + 1)}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mola.events import Event, Finished, Rung
 from search.full.results import Run
 from search.workers.clock import AwakeClock
-from search.workers.layout import Layout, capacity, plan_layout
+from search.workers.layout import Layout, capacity, follow, plan_layout
 from search.workers.pool import Failed, Job, Memory, PoolError
 from search.workers.proxy import ProxyWorker, Task
 from search.workers.ray_runtime import RayWatch, cause_of, connect, failure_of
@@ -230,7 +230,7 @@ class RayPool:
         nodes = self._watch.nodes()
         if nodes is None:
             return
-        wanted = max(1, self.layout.workers + capacity(nodes, self.layout) - self._capacity)
+        wanted = follow(self.layout, self._capacity, capacity(nodes, self.layout))
         if all_busy:
             self._workers += [self._new_worker() for _ in range(wanted - self.size)]
         waiting = [worker for worker in self._workers if worker.state is _State.LOADING]
