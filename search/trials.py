@@ -163,22 +163,17 @@ class TrialLoop:
         events: list[tuple[int, Event | Failed | Memory]] = []
         stop = False
         while pool is not None and (events or self._running or due()):
-            with self._told():
-                try:
-                    # What a worker has done and what it is to do next are one transaction.
-                    with store.at_once(self.study):
-                        for number, event in events:
-                            self._take(pool, number, event)
-                        self._end_overdue(pool)
-                        self._give_up_if_hopeless()
-                        stop = self._stop_requested()
-                        while not stop and pool.idle and due():
-                            self._start_next(pool)
-                            self._give_up_if_hopeless()
-                except UpdateFinishedTrialError:
-                    self._drop_ended()
-                except EndedElsewhereError as error:
-                    self._drop_ended(error.numbers)
+            # What a worker has done and what it is to do next are one transaction.
+            with self._told(), self._letting_go(), store.at_once(self.study):
+                for number, event in events:
+                    with self._letting_go():
+                        self._handle(pool, number, event)
+                self._end_overdue(pool)
+                self._give_up_if_hopeless()
+                stop = self._stop_requested()
+                while not stop and pool.idle and due():
+                    self._start_next(pool)
+                    self._give_up_if_hopeless()
             if stop:
                 raise StopRequestedError("stopped by the user")
             events = pool.poll(POLL_SECONDS) if self._running or due() else []
@@ -187,12 +182,8 @@ class TrialLoop:
         """End all running trials for a reason that lies outside them."""
         with self._told():
             for number in list(self._running):
-                try:
+                with self._letting_go():
                     self._interrupt(number, reason)
-                except UpdateFinishedTrialError:
-                    self._drop_ended()
-                except EndedElsewhereError as error:
-                    self._drop_ended(error.numbers)
 
     def close(self) -> None:
         """End the workers."""
@@ -211,6 +202,16 @@ class TrialLoop:
             news, self._news = self._news, []
             for update in news:
                 self._notify(update)
+
+    @contextmanager
+    def _letting_go(self) -> Iterator[None]:
+        """Go on where a trial turns out to have been ended by another program."""
+        try:
+            yield
+        except UpdateFinishedTrialError:
+            self._drop_ended()
+        except EndedElsewhereError as error:
+            self._drop_ended(error.numbers)
 
     def _end_overdue(self, pool: Pool) -> None:
         """Give up the trials whose workers hang."""
@@ -263,15 +264,6 @@ class TrialLoop:
         """End a trial that was asked for and cannot run."""
         store.fail(self.study, trial, reason, retry=False)
         self._news.append(Note(reason))
-
-    def _take(self, pool: Pool, number: int, event: Event | Failed | Memory) -> None:
-        """Handle an event; those of other trials are kept if somebody else has ended this one."""
-        try:
-            self._handle(pool, number, event)
-        except UpdateFinishedTrialError:
-            self._drop_ended()
-        except EndedElsewhereError as error:
-            self._drop_ended(error.numbers)
 
     def _drop_ended(self, refused: Sequence[int] = ()) -> None:
         """Free the workers of trials that another program has ended, whatever it made of them.
